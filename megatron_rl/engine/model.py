@@ -40,7 +40,6 @@ from megatron_rl.weights.adapter_rules import check_adapters
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.draft_files import check_draft
 from megatron_rl.weights.layout import check_layout
-from megatron_rl.weights.mtp_layers import check_mtp
 from megatron_rl.weights.reshard import rules_of
 from megatron_rl.weights.route_form import route_form
 
@@ -120,10 +119,8 @@ def transformer_config(
     check_layout(arch, parallel, passed_through)
     if config.lora.rank > 0:
         check_adapters(arch, config.lora, config.model)
-    if config.draft.kind == "eagle":
-        check_draft(arch)
-    if config.draft.kind == "mtp":
-        check_mtp(arch)
+    if config.draft.kind != "none":
+        check_draft(arch, config.draft.kind)
     if config.model.flash_attention == "TE" and arch.has_sinks:
         raise ValueError(
             f"model.flash_attention = 'TE': {arch.family} has attention sinks, for which the sum of each softmax is "

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA): which matrices have them, their names, shards and initial values, and PEFT's files.
 
-An adapter adds `scale * lora_B @ lora_A` to a matrix. HF files have one adapter per projection. A fused matrix (QKV, or
-gate and up) has a single lora_B with the matrix's rows; its projections' lora_A are stacked by rows. So lora_B is
-sharded like the matrix's rows, lora_A like its columns.
+An adapter adds `scale * lora_B @ lora_A` to a matrix. HF files have one adapter per projection. In Megatron, a fused
+matrix (QKV, or gate and up) has a single lora_B with the matrix's rows, and its projections' lora_A stacked by rows.
+So lora_B is sharded like the matrix's rows, lora_A like its columns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +23,7 @@ from megatron_rl.adapter_sums import check_sums, sum_of
 from megatron_rl.config import LoraConfig, ModelConfig
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
-from megatron_rl.weights.hf_files import ADAPTER_FILE, HFFolder
+from megatron_rl.weights.hf_files import ADAPTER_FILE, HFFolder, generator_for
 from megatron_rl.weights.mapping import hf_shapes, layer_rules
 from megatron_rl.weights.peft_config import FILE, PEFT_PREFIX, PeftConfig, read_peft_config
 from megatron_rl.weights.tensor_rules import Columns, Replicated, Rule, Shape, WeightSource
@@ -124,13 +123,13 @@ def adapter_rule(rule: Rule, part: str, lora: LoraConfig) -> Rule:
     A fused matrix's lora_B has the rows of all projections; rows of projections without an adapter stay zero.
     """
     names = adapted(rule, lora) if part == "lora_A" else list(rule.hf)
-    hf = {_adapter_name(name, part): "" for name in names}
     is_cut_by_columns = isinstance(rule.layout, Columns)
     layout: Any = Replicated()
     if part == "lora_A" and not isinstance(rule.layout, Replicated):
         layout = Columns() if is_cut_by_columns else Stacked(len(names))
     elif part == "lora_B" and not is_cut_by_columns:
         layout = rule.layout
+    hf = {_adapter_name(name, part): "" for name in names}
     return replace(rule, megatron=rule.megatron.removesuffix(".weight") + f"{MODULE}.{part}", hf=hf, layout=layout)
 
 
@@ -139,7 +138,7 @@ def _adapter_name(name: str, part: str) -> str:
 
 
 def adapter_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, Shape]:
-    """Return the names, without PEFT's prefix, and shapes of all adapter tensors in HF files."""
+    """Return {name without PEFT's prefix: shape} of all adapter tensors in HF files."""
     known, shapes = set(projections(arch)), {}
     for name, (rows, *columns) in hf_shapes(arch).items():
         general = _general(name).removeprefix("model.layers.")
@@ -156,15 +155,13 @@ class FirstAdapters:
     """
 
     def __init__(self, arch: Architecture, lora: LoraConfig, seed: int) -> None:
-        self.shapes, self.seed = adapter_shapes(arch, lora), seed
-        self.rank = lora.rank
+        self.shapes, self.seed, self.rank = adapter_shapes(arch, lora), seed, lora.rank
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         if name.endswith("lora_B.weight"):
             return torch.zeros(stop - start, self.rank)
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
         bound = 1 / math.sqrt(self.shapes[name][1])
-        full = torch.empty(self.shapes[name]).uniform_(-bound, bound, generator=generator)
+        full = torch.empty(self.shapes[name]).uniform_(-bound, bound, generator=generator_for(name, self.seed))
         return full.narrow(dim, start, stop - start)
 
 
@@ -177,27 +174,24 @@ class PeftFolder:
             _check_scale(found, module, lora)
         self.shapes, self.rank = adapter_shapes(arch, lora), lora.rank
         for name, shape in self.shapes.items():
-            self._check_tensor(name, shape)
+            named = PEFT_PREFIX + name
+            if named not in self.source.file_of:
+                raise ValueError(
+                    f"lora.path: {folder} has no tensor {named}, which lora.targets asks for; leave its projection out "
+                    f"there, or give the adapters of this model."
+                )
+            if (own := self.source.shape(named)) != shape:
+                raise ValueError(
+                    f"lora.path: {named} of {folder} has shape {own}, but the model needs {shape}; give the adapters "
+                    f"of this model."
+                )
+            self.source.dtype(named)  # refuses integers and the like
         extra = {name for name in self.source.file_of if name.removeprefix(PEFT_PREFIX) not in self.shapes}
         if extra:
             raise ValueError(
                 f"lora.targets = {lora.targets}: {folder} has {len(extra)} tensors of other matrices, such as "
                 f"{min(extra)}; name their projections too."
             )
-
-    def _check_tensor(self, name: str, shape: Shape) -> None:
-        named = PEFT_PREFIX + name
-        if named not in self.source.file_of:
-            raise ValueError(
-                f"lora.path: {self.source.folder} has no tensor {named}, which lora.targets asks for; leave its "
-                f"projection out there, or give the adapters of this model."
-            )
-        if (found := self.source.shape(named)) != shape:
-            raise ValueError(
-                f"lora.path: {named} of {self.source.folder} has shape {found}, but the model needs {shape}; give the "
-                f"adapters of this model."
-            )
-        self.source.dtype(named)  # refuses integers and the like
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
         if name not in self.shapes:  # a projection of a fused matrix, without an adapter
@@ -206,7 +200,6 @@ class PeftFolder:
 
 
 def _check_scale(found: PeftConfig, module: str, lora: LoraConfig) -> None:
-    """Raise ValueError if the run's adapter rank or scale differs from the folder's for this module."""
     rank, scale = found.rank_of(module), found.scale_of(module)
     if rank != lora.rank:
         by = "r" if rank == found.said.get("r", 8) else "rank_pattern"
@@ -223,58 +216,37 @@ def _check_scale(found: PeftConfig, module: str, lora: LoraConfig) -> None:
         )
 
 
-class AdaptedMatrices:
-    """The matrices of a model folder that have adapters in a PEFT folder, before and after merging the adapters.
+def merged_matrices(
+    model_folder: str | Path, adapter_folder: str | Path, dtype: torch.dtype
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield a model's matrices that have adapters in a PEFT folder, merged like `Adapter.merged` in `dtype`.
 
-    For example:
-
-        tensors = dict(AdaptedMatrices("models/qwen3-4b", "runs/math/final/adapter").merged(torch.bfloat16))
+    Raises ValueError, before the first matrix, if an adapter does not fit or was changed since its publication.
     """
-
-    def __init__(self, model_folder: str | Path, adapter_folder: str | Path) -> None:
-        self.config = read_peft_config(adapter_folder)
-        self.shapes = hf_shapes(read_architecture(model_folder))
-        self.adapters = HFFolder(adapter_folder, {}, file=ADAPTER_FILE)
-        self.model = HFFolder(model_folder, self.shapes)
-        ranks = ((name, self.adapters.shape(name)[0]) for name in self.adapters.file_of)
-        self.names = [f"{module}.weight" for module in self.config.modules(ranks)]
-        check_sums(
-            adapter_folder, {name: sum_of(self.adapters.read(name, 0, 0, None)) for name in self.adapters.file_of}
-        )
-        if unknown := [name for name in self.names if name not in self.shapes]:
-            raise ValueError(f"{adapter_folder}: adapts {min(unknown)}, which {model_folder} has not.")
-        self._check_shapes()
-
-    def _check_shapes(self) -> None:
-        """Raise ValueError if an adapter does not fit its matrix, as when it was trained for a larger model."""
-        for name in self.names:
-            (rows, *columns), rank = self.shapes[name], self.config.rank_of(name.removesuffix(".weight"))
-            for part, wanted in (("lora_A", (rank, *columns)), ("lora_B", (rows, rank))):
-                found = self.adapters.shape(PEFT_PREFIX + _adapter_name(name, part))
-                if found != wanted:
-                    raise ValueError(
-                        f"{self.adapters.folder}: {_adapter_name(name, part)} has shape {found}, but {name} of "
-                        f"{self.model.folder} needs {wanted}; give the adapter of this model."
-                    )
-
-    def plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the matrices as in the model folder, before merging."""
-        return plain_matrices(self.model.folder, self.names)
-
-    def merged(self, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-        """Yield the matrices after merging, computed like `Adapter.merged` for a model in `dtype`."""
-        for name, weight in self.plain():
-            rows = self.shapes[name][0]
-            a, b = (_adapter_name(name, part) for part in ("lora_A", "lora_B"))
-            down = self.adapters.read(PEFT_PREFIX + a, 1, 0, weight.shape[1])
-            up = self.adapters.read(PEFT_PREFIX + b, 0, 0, rows)
-            delta = up.float() @ down.float()
-            scale = self.config.scale_of(name.removesuffix(".weight"))
-            yield name, torch.add(weight.to(dtype).float(), delta, alpha=scale).to(dtype)
+    config, adapters = read_peft_config(adapter_folder), HFFolder(adapter_folder, {}, file=ADAPTER_FILE)
+    modules = config.modules((name, adapters.shape(name)[0]) for name in adapters.file_of)
+    check_sums(adapter_folder, {name: sum_of(adapters.read(name, 0, 0, None)) for name in adapters.file_of})
+    shapes = hf_shapes(read_architecture(model_folder))
+    names = {f"{module}.weight": module for module in modules}
+    if unknown := names.keys() - shapes.keys():
+        raise ValueError(f"{adapter_folder}: adapts {min(unknown)}, which {model_folder} has not.")
+    for name, module in names.items():
+        (rows, *columns), rank = shapes[name], config.rank_of(module)
+        for part, wanted in (("lora_A", (rank, *columns)), ("lora_B", (rows, rank))):
+            found = adapters.shape(f"{PEFT_PREFIX}{module}.{part}.weight")
+            if found != wanted:
+                raise ValueError(
+                    f"{adapter_folder}: {module}.{part}.weight has shape {found}, but {name} of {model_folder} needs "
+                    f"{wanted}; give the adapter of this model."
+                )
+    for name, weight in plain_matrices(model_folder, names):
+        parts = (f"{PEFT_PREFIX}{names[name]}.{part}.weight" for part in ("lora_A", "lora_B"))
+        down, up = (adapters.read(part, 0, 0, None).float() for part in parts)
+        merged = torch.add(weight.to(dtype).float(), up @ down, alpha=config.scale_of(names[name]))
+        yield name, merged.to(dtype)
 
 
 def plain_matrices(model_folder: str | Path, names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yield matrices of a model folder."""
     shapes = hf_shapes(read_architecture(model_folder))
     model = HFFolder(model_folder, shapes)
     return ((name, model.read(name, 0, 0, shapes[name][0])) for name in names)

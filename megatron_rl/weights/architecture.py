@@ -35,8 +35,7 @@ CLASSIFIERS = {
         strict=True,
     )
 }
-"""Name of a classifier class -> name of the language model class with the same trunk. A classifier's head
-returns one number per token."""
+"""Classifier class -> language model class with the same trunk. A classifier's head returns one number per token."""
 
 
 def read_architecture(folder: str | Path) -> Architecture:
@@ -82,22 +81,22 @@ def read_architecture(folder: str | Path) -> Architecture:
         )
         arch = Architecture(**fields | own).with_head(head)
     except KeyError as error:
-        raise ValueError(f"{path}: key {error} is missing; copy config.json of the original model again.") from error
+        raise _damaged(path, f"key {error} is missing") from error
     except (TypeError, AttributeError, ArithmeticError, IndexError) as error:
-        raise ValueError(
-            f"{path}: a key has a value of another kind than transformers writes ({error}); copy config.json of the "
-            f"original model again."
-        ) from error
+        raise _damaged(path, f"a key has a value of another kind than transformers writes ({error})") from error
     _refuse_wrong_numbers(arch, path)
     _refuse_unsupported(config, arch, family, path)
     return arch
 
 
+def _damaged(path: Path, fault: str) -> ValueError:
+    return ValueError(f"{path}: {fault}; copy config.json of the original model again.")
+
+
 def quantization_fault(folder: str | Path) -> str:
     """Return why servers that load this model folder could not be sent new weights, with the remedy. '' if they can.
 
-    Servers quantize the weights that they are sent if the folder's config.json says so. Reading the weights is another
-    matter: MXFP4 is read.
+    Servers quantize the weights that they receive if the folder's config.json has quantization_config.
     """
     said = read_object(Path(folder) / "config.json", "copy the model folder again").get("quantization_config")
     if said is None:
@@ -126,9 +125,7 @@ def _as_transformers_has_it(said: Config, name: str, family: Family, path: Path)
         config = getattr(transformers, class_name).from_dict(copy.deepcopy(said)).to_dict()
     except Exception as error:
         reason = " ".join(str(error).split())[:LONGEST_REASON]
-        raise ValueError(
-            f"{path}: transformers' {class_name} refuses it ({reason}); copy config.json of the original model again."
-        ) from error
+        raise _damaged(path, f"transformers' {class_name} refuses it ({reason})") from error
     return dict(config)
 
 
@@ -137,26 +134,16 @@ def _refuse_wrong_numbers(arch: Architecture, path: Path) -> None:
     for field, key in SIZES.items():
         value = getattr(arch, field)
         if type(value) is not int or value < 1:
-            raise ValueError(
-                f"{path}: {key} = {value!r:.100}: must be a whole number of at least 1; copy config.json of the "
-                f"original model again."
-            )
-    for field, key in {"norm_eps": "rms_norm_eps", "rope_theta": "rope_theta"}.items():
-        value = getattr(arch, field)
+            raise _damaged(path, f"{key} = {value!r:.100}: must be a whole number of at least 1")
+    for key, value in {"rms_norm_eps": arch.norm_eps, "rope_theta": arch.rope_theta}.items():
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(
-                f"{path}: {key} = {value!r:.100}: must be a number above 0; copy config.json of the original model "
-                f"again."
-            )
+            raise _damaged(path, f"{key} = {value!r:.100}: must be a number above 0")
     if len(arch.windows) != arch.layers:
-        raise ValueError(
-            f"{path}: layer_types has {len(arch.windows)} entries and num_hidden_layers = {arch.layers}; copy "
-            f"config.json of the original model again."
-        )
+        raise _damaged(path, f"layer_types has {len(arch.windows)} entries and num_hidden_layers = {arch.layers}")
 
 
 def with_value_head(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json changed to that of a one-label classifier, the form of saved critics and reward models."""
+    """Return config.json as that of a one-label classifier, which is how critics and reward models are saved."""
     classifier_of = {causal: name for name, causal in CLASSIFIERS.items()}
     names = [classifier_of.get(name, name) for name in config["architectures"]]
     # transformers saves id2label only and counts its entries; other readers expect num_labels.
@@ -168,10 +155,7 @@ def _head(config: Config, path: Path) -> tuple[str, list[str]]:
     """Return the model's head (`policy` or `value`) and its `architectures` as language model class names."""
     names = config.get("architectures") or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
-        raise ValueError(
-            f"{path}: architectures = {names!r:.100}: must be a list of names; copy config.json of the original model "
-            f"again."
-        )
+        raise _damaged(path, f"architectures = {names!r:.100}: must be a list of names")
     if not any(name in CLASSIFIERS for name in names):
         return "policy", names
     named = config.get("id2label")
@@ -193,10 +177,8 @@ def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
     if kind == "default":
         return None
     if kind not in ROPE_SCALINGS:
-        raise ValueError(
-            f"{path}: rope type {kind!r}: supported are default, {', '.join(ROPE_SCALINGS)}; pick a model with one of "
-            f"these."
-        )
+        supported = ", ".join(("default", *ROPE_SCALINGS))
+        raise ValueError(f"{path}: rope type {kind!r}: supported are {supported}; pick a model with one of these.")
     return rope
 
 

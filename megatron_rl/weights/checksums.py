@@ -14,19 +14,17 @@ from megatron_rl.weights.sglang_checksums import SGLangChecksums
 from megatron_rl.weights.update_group import digest
 
 CACHED_BYTES = 1 << 23
-"""Size up to which a CPU tensor's checksum is computed just before the tensor is sent. It then is in the CPU's cache,
-and sending it does not read memory a second time. A larger tensor would only delay the wire."""
+"""Size up to which a CPU tensor's checksum is computed just before the tensor is sent, which then finds it in the CPU's
+cache. A larger tensor would only delay the wire."""
 
 
 class ExpectedChecksums:
     """The checksums that servers must report once they hold the tensors that passed through `watch`.
 
-    For example:
-
-        form = ChecksumForm(kind="embedded", dtype=None)
-        expected = ExpectedChecksums([form])
-        send(expected.watch(tensors))
-        wrong = differences(expected.of(form), held.checksums, complete=True)
+    form = ChecksumForm(kind="embedded", dtype=None)
+    expected = ExpectedChecksums([form])
+    send(expected.watch(tensors))
+    wrong = differences(expected.of(form), held.checksums, complete=True)
     """
 
     def __init__(self, forms: Iterable[ChecksumForm]) -> None:
@@ -42,8 +40,8 @@ class ExpectedChecksums:
 
         The consumer must not write to a tensor before it asks for the next one.
 
-        buckets: runs of consecutive tensors whose checksums are computed together. On a GPU, a bucket's tensors are
-        kept in memory until the last of them has been sent. All other tensors are handled one at a time.
+        buckets: runs of consecutive tensors. On a GPU, a run's checksums are computed together, so its tensors are kept
+        in memory until the last of them has been sent. All other tensors are handled one at a time.
         """
         stream = iter(tensors)
         for bucket in buckets if self.forms else ():
@@ -95,8 +93,7 @@ class ExpectedChecksums:
 def differences(expected: dict[str, str], held: dict[str, str], *, complete: bool) -> list[str]:
     """Return the names of tensors whose checksums differ between trainer and server.
 
-    complete: if True, a tensor that only one side has counts as different. If False, only tensors that both sides have
-    are compared, because SGLang stores some tensors differently.
+    complete: compare also tensors that only one side has. SGLang has some, because it stores some tensors differently.
     """
     names = expected.keys() | held.keys() if complete else expected.keys() & held.keys()
     return sorted(name for name in names if expected.get(name) != held.get(name))

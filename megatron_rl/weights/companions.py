@@ -19,8 +19,16 @@ def check_companions(config: TrainConfig) -> None:
                 f"reward_model.path = {path!r}: has no scalar head, so every score would be 0; give a sequence "
                 f"classification model with one label."
             )
-    for path in config.teacher.engine_paths:
-        _check_teacher(config, path, policy)
+    options = config.teacher
+    for path in options.engine_paths:  # only the vocabularies' sizes; whether tokens agree is seen from the tokenizers
+        vocab = read_architecture(path).vocab
+        if options.kl_in == "loss" and not options.top_k and vocab != policy.vocab:
+            raise ValueError(
+                f"teacher.kl_in = 'loss': the model in {path!r} has a vocabulary of {vocab} and the policy "
+                f"{policy.vocab}, which are not cut alike; set teacher.top_k, or teacher.kl_in=advantage."
+            )
+        if options.top_k >= (least := min(vocab, policy.vocab)):
+            raise ValueError(f"teacher.top_k = {options.top_k}: must be below the vocabulary of {least}; lower it.")
 
 
 def _check_vocabulary(key: str, path: str, policy: Architecture) -> None:
@@ -29,15 +37,3 @@ def _check_vocabulary(key: str, path: str, policy: Architecture) -> None:
             f"{key} = {path!r}: has a vocabulary of {vocab} tokens and the policy {policy.vocab}; it must read the "
             f"policy's tokens, so give a model with the same tokenizer."
         )
-
-
-def _check_teacher(config: TrainConfig, path: str, policy: Architecture) -> None:
-    """Check what the vocabularies' sizes show. Whether their tokens agree is seen from the tokenizers only."""
-    options, vocab = config.teacher, read_architecture(path).vocab
-    if options.kl_in == "loss" and not options.top_k and vocab != policy.vocab:
-        raise ValueError(
-            f"teacher.kl_in = 'loss': the model in {path!r} has a vocabulary of {vocab} and the policy {policy.vocab}, "
-            f"which are not cut alike; set teacher.top_k, or teacher.kl_in=advantage."
-        )
-    if options.top_k >= (least := min(vocab, policy.vocab)):
-        raise ValueError(f"teacher.top_k = {options.top_k}: must be below the vocabulary of {least}; lower it.")

@@ -67,11 +67,9 @@ class DeltaNet:
 class Architecture:
     """A decoder's sizes (widths in elements, vocabulary in tokens) and the features that differ between families.
 
-    For example:
-
-        arch = read_architecture("models/qwen3-4b")
-        arch.family, arch.layers, arch.heads, arch.kv_heads  # ("qwen3", 36, 32, 8)
-        arch.with_head("value")  # the same trunk as a critic
+    arch = read_architecture("models/qwen3-4b")
+    arch.family, arch.layers, arch.heads, arch.kv_heads  # ("qwen3", 36, 32, 8)
+    arch.with_head("value")  # the same trunk as a critic
     """
 
     family: str
@@ -81,7 +79,7 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    """Width of a head. With latent attention, only the rotated part."""
+    """Width of a head, or with latent attention, width of a head's rotated part."""
     vocab: int
     tied: bool
     norm_eps: float
@@ -94,14 +92,14 @@ class Architecture:
     latent: Latent | None = None
     delta_net: DeltaNet | None = None
     gated_attention: bool = False
-    """True if the query projection also produces a gate of equal width, whose sigmoid multiplies attention's output."""
+    """True if queries come with a gate of equal width. Attention's output is multiplied by the gate's sigmoid."""
     window_rope_theta: float | None = None
     """RoPE base of layers with a window, which then use no RoPE scaling. None: same RoPE as in the other layers."""
     qkv_bias: bool = False
     has_biases: bool = False
     """True if all matrices of the layers have biases, including routers and experts. `qkv_bias` is separate."""
     has_sinks: bool = False
-    """True if each head has an attention sink: a learned logit that joins the softmax as one extra score."""
+    """True if each head has an attention sink: a learned logit in the softmax, as one extra score."""
     qk_norm: bool = False
     """True if queries and keys are normalised per head."""
     wide_qk_norm: bool = False
@@ -114,15 +112,14 @@ class Architecture:
     """Feed-forward activation on the gate: `silu`, `gelu_tanh` or `clamped_swiglu`. The last is
     `gate * sigmoid(1.702 gate) * (1 + up)`, with `gate` clamped to at most 7, and `up` clamped to [-7, 7]."""
     embedding_scale: float | None = None
-    """Factor on the embedding's output. The factor itself is rounded to the model's dtype."""
+    """Factor on the embedding's output, rounded to the model's dtype."""
     norm_offset: float = 0.0
     """Number that norms add to their weights."""
     has_norms_before: bool = True
-    """True if a norm precedes each attention and each feed-forward."""
     has_norms_behind: bool = False
-    """True if a norm follows each attention and each feed-forward."""
+    """True if a norm precedes, or follows, each attention and each feed-forward."""
     behind: int | None = None
-    """Number of layers of the model that this multi-token-prediction layer belongs to. None: this is a whole model."""
+    """Number of layers of the whole model, if this is its multi-token-prediction layer, else None."""
     head: str = "policy"
     """The layer after the last norm: `policy` (logits over the vocabulary) or `value` (one number per token)."""
 
@@ -142,8 +139,7 @@ class Architecture:
     def mtp_layer(self) -> Architecture:
         """Return the architecture of this model's multi-token-prediction layer: one layer with attention."""
         mixture = None if self.mixture is None else replace(self.mixture, layers=(True,))
-        own: dict[str, Any] = dict(layers=1, windows=(None,), mixture=mixture, delta_net=None)
-        return replace(self, **own, behind=self.layers)
+        return replace(self, layers=1, windows=(None,), mixture=mixture, delta_net=None, behind=self.layers)
 
     @property
     def beyond_transformer_engine(self) -> str | None:

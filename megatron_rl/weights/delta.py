@@ -17,7 +17,7 @@ from torch import Tensor
 from megatron_rl.api import SGLANG_DELTA_LOADER, ChecksumForm, HeldWeights, WeightReceiver
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.delta_code import Run, bits_of, encode, pack
-from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned
+from megatron_rl.weights.publish import Tensors, WeightPublisher, as_planned
 from megatron_rl.weights.sglang_loaders import pickled_parts
 from megatron_rl.weights.update_group import TensorSpec
 
@@ -51,7 +51,7 @@ class DeltaPublisher(WeightPublisher):
         parcels = self._parcels(specs, tensors, holders)
         try:
             self._refuse_others()
-            holders |= self._holders({str(spec.dtype).removeprefix("torch.") for spec in specs})
+            holders |= self._holders({spec.dtype_name for spec in specs})
             self._send_all(parcels, lambda parcel: self._send(parcel, holders), self._collect, checksums)
         finally:
             for _ in parcels:  # the stream is a collective, and all of it becomes the base
@@ -79,8 +79,8 @@ class DeltaPublisher(WeightPublisher):
             form = forms[server]
             base = self._base_checksums.get(form) if form is not None else None
             if base and (form.dtype is None or dtypes == {form.dtype}):
-                complete = form.kind == "embedded"
-                holders |= set() if differences(base, held.checksums, complete=complete) else {server}
+                if not differences(base, held.checksums, complete=form.kind == "embedded"):
+                    holders.add(server)
         return holders
 
     def _parcels(self, specs: list[TensorSpec], tensors: Tensors, holders: set[str]) -> Iterator[Parcel]:
@@ -90,11 +90,9 @@ class DeltaPublisher(WeightPublisher):
         """
         all_hold = holders.issuperset(self.receiver.server_ranks)
         parcel: Parcel = []
-        size, stream = 0, iter(tensors)
-        for spec in specs:
-            tensor = _planned(stream, spec)
-            new = bits_of(tensor.to("cpu", copy=True).contiguous())
-            old, dtype = self._base.get(spec.name), str(spec.dtype).removeprefix("torch.")
+        size = 0
+        for spec, tensor in zip(specs, as_planned(specs, tensors), strict=True):
+            new, old = bits_of(tensor.to("cpu", copy=True).contiguous()), self._base.get(spec.name)
             for start in range(0, new.numel(), RUN_NUMBERS):
                 part = new[start : start + RUN_NUMBERS]
                 change = encode(part, None if old is None else old[start : start + RUN_NUMBERS])
@@ -105,12 +103,10 @@ class DeltaPublisher(WeightPublisher):
                 if parcel and size + run_bytes > self.parcel_bytes:
                     yield parcel
                     parcel, size = [], 0
-                parcel.append((Run(spec.name, dtype, torch.Size(spec.shape), start, change), part))
+                parcel.append((Run(spec.name, spec.dtype_name, torch.Size(spec.shape), start, change), part))
                 size += run_bytes
             self._base[spec.name] = new
         yield parcel  # even if nothing changed: an empty parcel carries the new version
-        for name, tensor in stream:
-            raise ValueError(f"weight publication: {name}, {tensor.dtype} came after the last planned tensor.")
 
     def _send(self, parcel: Parcel, holders: set[str]) -> dict[str, Future[None]]:
         servers, version = list(self.receiver.server_ranks), self.last.version
@@ -123,6 +119,7 @@ class DeltaPublisher(WeightPublisher):
         bodies: dict[str, bytes | list[str]] = {}
         for server, ranks in self.receiver.server_ranks.items():
             body = changes if server in holders else whole
-            bodies[server] = pickled_parts(body, ranks) if forms[server] == "pickle" else body
-            self.last.sent_bytes += sum(map(len, bodies[server])) if forms[server] == "pickle" else len(body)
+            parts = pickled_parts(body, ranks) if forms[server] == "pickle" else [body]
+            self.last.sent_bytes += sum(map(len, parts))
+            bodies[server] = parts if forms[server] == "pickle" else body
         return self.receiver.load_changes(bodies, version)

@@ -1,10 +1,9 @@
-"""Encode a tensor's changes since its last version losslessly.
+"""Encode a tensor's changes since its last version losslessly. Both trainer and servers import this file.
 
-Both trainer and servers import this file. Numbers are treated as integers of their bits, so NaNs, signed zeros and
-overflow need no special case. The changed places are coded as a bitmap or as gaps between them. Their values are either
-the new integers or the differences from the old ones. Gaps and differences, which are mostly small, are
-variable-length integers with seven bits per byte. The coding with the fewest bytes is chosen; if none is smaller than
-all new numbers, changed or not, those are sent instead.
+Numbers are treated as integers of their bits, so NaNs, signed zeros and overflow need no special case. The changed
+places are coded as a bitmap or as gaps between them. Their values are either the new integers or the differences from
+the old ones. Gaps and differences, which are mostly small, are variable-length integers with seven bits per byte. The
+coding with the fewest bytes is chosen. If it is not smaller than all new numbers, all new numbers are sent instead.
 """
 
 from __future__ import annotations
@@ -26,17 +25,14 @@ VALUES = ("whole", "added")
 
 @dataclass(frozen=True)
 class Change:
-    """Encoded change of a run of numbers. `place_bytes` and `value_bytes` are `[n]` uint8 on the CPU.
+    """Encoded change of a run of `count` numbers, changed or not. The bytes are `[n]` uint8 on the CPU.
 
-    For example:
-
-        change = encode(bits_of(new), bits_of(old))
-        places, values = decode(change, torch.int16)  # of bfloat16
-        put(old, places, values, is_added=change.values == "added")  # now old has the bits of new
+    change = encode(bits_of(new), bits_of(old))
+    places, values = decode(change, torch.int16)  # of bfloat16
+    put(old, places, values, is_added=change.values == "added")  # now old has the bits of new
     """
 
     count: int
-    """Number of elements in the run, changed or not."""
     places: str
     values: str
     place_bytes: Tensor
@@ -141,10 +137,7 @@ def _sizes(numbers: Tensor) -> Tensor:
 
 
 def _write(numbers: Tensor) -> Tensor:
-    """Encode non-negative numbers with seven bits per byte, low bits first.
-
-    The top bit of a byte is 1 if the next byte belongs to the same number, else 0.
-    """
+    """Encode non-negative numbers, seven bits per byte, low bits first. A number's last byte has the top bit 0."""
     ends = _sizes(numbers).cumsum(0)
     written = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
     places = torch.cat([ends.new_zeros(1), ends])[:-1]

@@ -1,8 +1,7 @@
 """A draft head's tensors: their names and shapes, and the folder in which they are saved.
 
-Names and config.json are those with which SGLang loads the multi-token prediction layer of MiMo (`MiMoMTP`). The head
-has the same form. Embedding and output layer are the policy's and are not saved. A model's folder has its head in the
-subfolder `draft`.
+The head has the form of MiMo's multi-token prediction layer, and SGLang loads it as one (`MiMoMTP`). Embedding and
+output layer are the policy's and are not saved. A model's folder has its head in the subfolder `draft`.
 """
 
 from __future__ import annotations
@@ -10,22 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from megatron_rl.api import DRAFT_FOLDER, DRAFT_PREFIX
 from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.hf_files import HFFolder, write_tensors
 
 FOLDER, PREFIX = DRAFT_FOLDER, DRAFT_PREFIX
 LAYER = "model.mtp_layers.0."
 SGLANG_CLASS = "MiMoMTP"
-"""SGLang's class of the head."""
 SGLANG_OWN = ("token_layernorm", "hidden_layernorm", "input_proj", "final_layernorm")
-"""Modules of the head that are not its transformer layer's. SGLang keeps them outside that layer."""
+"""Modules of the head that SGLang keeps outside its transformer layer."""
 SERVED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-"""Families of models with which servers are known to take a draft head."""
+"""Model families for which servers are known to accept a draft head."""
 
 
 def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
@@ -53,17 +51,17 @@ def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
     return {f"{LAYER}{name}": shape for name, shape in shapes.items()}
 
 
-def check_draft(arch: Architecture) -> None:
-    """Raise ValueError if a model cannot have a draft head."""
+def check_draft(arch: Architecture, kind: str) -> None:
+    """Raise ValueError if a model cannot have a draft head of this kind: `eagle` or `mtp`."""
+    reason, has_layer = "", [name for name, family in FAMILIES.items() if family.mtp is not None]
     if arch.head != "policy":
-        raise ValueError(
-            "draft.kind = 'eagle': a reward model generates no tokens, so none can be guessed; set draft.kind=none."
-        )
-    if arch.family not in SERVED:
-        raise ValueError(
-            f"draft.kind = 'eagle': servers take a draft head next to models of {', '.join(SERVED)}, not "
-            f"{arch.family}; set draft.kind=none."
-        )
+        reason = "a reward model generates no tokens, so none can be guessed"
+    elif kind == "eagle" and arch.family not in SERVED:
+        reason = f"servers take a draft head next to models of {', '.join(SERVED)}, not {arch.family}"
+    elif kind == "mtp" and arch.family not in has_layer:
+        reason = f"{arch.family} has no multi-token-prediction layer, and {', '.join(has_layer)} have"
+    if reason:
+        raise ValueError(f"draft.kind = {kind!r}: {reason}; set draft.kind=none.")
 
 
 def has_draft(folder: str | Path) -> bool:
@@ -95,21 +93,7 @@ def write_draft_config(folder: str | Path, arch: Architecture, dtype: str) -> Pa
     """Write only a head's config.json, for servers that get its tensors from the trainer. Return the head's folder."""
     target = Path(folder) / FOLDER
     target.mkdir(parents=True, exist_ok=True)
-    (target / "config.json").write_text(json.dumps(draft_config(arch, dtype), indent=2) + "\n", encoding="utf-8")
-    return target
-
-
-def name_in_sglang(name: str) -> str:
-    """Return SGLang's own name of a head's tensor, with or without PREFIX, in which q, k and v are not fused yet."""
-    before, found, rest = name.partition(LAYER)
-    if not found or before not in ("", PREFIX):
-        return name
-    return f"{before}model.{'' if rest.split('.')[0] in SGLANG_OWN else 'mtp_block.'}{rest}"
-
-
-def draft_config(arch: Architecture, dtype: str) -> dict[str, Any]:
-    """Return the config.json with which SGLang reads the head's folder."""
-    return {
+    config = {
         "architectures": [SGLANG_CLASS],
         "model_type": "qwen2",
         "num_hidden_layers": 1,
@@ -127,3 +111,13 @@ def draft_config(arch: Architecture, dtype: str) -> dict[str, Any]:
         "hidden_act": "silu",
         "torch_dtype": dtype,
     }
+    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    return target
+
+
+def name_in_sglang(name: str) -> str:
+    """Return SGLang's own name of a head's tensor, before it fuses q, k and v. The name may start with PREFIX."""
+    before, found, rest = name.partition(LAYER)
+    if not found or before not in ("", PREFIX):
+        return name
+    return f"{before}model.{'' if rest.split('.')[0] in SGLANG_OWN else 'mtp_block.'}{rest}"

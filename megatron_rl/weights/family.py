@@ -19,19 +19,16 @@ Config = dict[str, Any]
 class MTPNames:
     """Names that a family's HF files have for the tensors of its multi-token-prediction layer.
 
-    `{}` stands for the number of the model's own layers.
+    The layer computes `final_norm(layer(input_proj @ [token_norm(embedding); hidden_norm(state)]))`, from the next
+    token's embedding and the model's last hidden state. `{}` stands for the number of the model's own layers.
     """
 
     layer: str
-    """Prefix of the tensors of the transformer layer, whose names are those of the model's layers."""
+    """Prefix of the transformer layer's tensors, which otherwise have the same names as in the model's layers."""
     token_norm: str
-    """Norm of the next token's embedding."""
     hidden_norm: str
-    """Norm of the model's last hidden state."""
     input_proj: str
-    """Matrix that reads [normed embedding; normed state] and returns the layer's input."""
     final_norm: str
-    """Norm of the layer's output, from which the output layer predicts."""
     copies: Mapping[str, str] = field(default_factory=dict)
     """Names of copies of the model's embedding and output layer -> names of the originals. Folders may have none."""
 
@@ -68,9 +65,7 @@ MTP_LAYER_APART = MTPNames(
 class Family:
     """A model family, described by its differences from other Llama-like decoders.
 
-    For example:
-
-        FAMILY = Family(name="llama", classes=("LlamaForCausalLM",), attention=(*NORMS, *ATTENTION), dense=DENSE)
+    FAMILY = Family(name="llama", classes=("LlamaForCausalLM",), attention=(*NORMS, *ATTENTION), dense=DENSE)
     """
 
     name: str
@@ -80,14 +75,12 @@ class Family:
     """Rules for a layer's norms and attention."""
     dense: tuple[Rule, ...] = ()
     delta_net: tuple[Rule, ...] = ()
-    """Rules for the norms and the delta net, in layers that have a gated delta net instead of attention."""
+    """Rules for the norms and the delta net in layers without attention."""
     mixture: tuple[Rule, ...] = ()
     mtp: MTPNames | None = None
-    """Names of the multi-token-prediction layer that the family's folders may have. It has attention, never a delta
-    net, and a mixture if the model has any."""
+    """Names of the multi-token-prediction layer, if the family's folders may have one. It never has a delta net."""
     classifiers: tuple[str, ...] = ()
-    """Classifier class names, one per entry of `classes`. If empty, they are the names in `classes` with
-    ForSequenceClassification instead of ForCausalLM."""
+    """Classifier class names, one per entry of `classes`. If empty, ForSequenceClassification replaces ForCausalLM."""
     read: Callable[[Config], dict[str, Any]] = lambda config: {}
     """Function that returns the Architecture fields whose values differ from Llama's."""
     demands: Mapping[str, Any] = field(default_factory=dict)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 import shutil
@@ -28,18 +27,15 @@ WEIGHTS = (
 )
 """File name endings of weights and of weight indexes. A model's other files are copied when it is saved."""
 NOT_THE_MODELS = ("adapter_config.json", "checksums.json")
-"""Files that belong to an adapter in the model's folder. They are not copied when the model is saved."""
+"""Files of an adapter in the model's folder. They are not copied when the model is saved."""
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "use_mtp")
 """Keys of config.json that count or enable multi-token-prediction layers."""
 SHARD_BYTES = 2 * 1024**3
-"""Default maximum size of a safetensors file."""
-
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 MXFP4_BLOCK = 32
-"""Number of four-bit values that share a scale, a power of two (OCP Microscaling Formats). MXFP4 is read as bfloat16
-and never written."""
+"""Number of four-bit values that share a scale (OCP Microscaling Formats). MXFP4 is read as bfloat16, never written."""
 # E2M1: one sign bit, two exponent bits, one mantissa bit.
 _MAGNITUDES = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 MXFP4_VALUES = torch.cat([_MAGNITUDES, -_MAGNITUDES])
@@ -48,10 +44,8 @@ MXFP4_VALUES = torch.cat([_MAGNITUDES, -_MAGNITUDES])
 class HFFolder:
     """The safetensors of a folder. The constructor checks the presence and shape of every expected tensor.
 
-    For example:
-
-        folder = HFFolder("models/qwen3-4b", hf_shapes(arch))
-        rows = folder.read("model.embed_tokens.weight", 0, 1000, 2000)  # of dimension 0
+    folder = HFFolder("models/qwen3-4b", hf_shapes(arch))
+    rows = folder.read("model.embed_tokens.weight", 0, 1000, 2000)  # of dimension 0
     """
 
     def __init__(self, folder: str | Path, expected: dict[str, Shape], *, file: str = MODEL_FILE) -> None:
@@ -90,7 +84,6 @@ class HFFolder:
         return part[start:stop] if dim == 0 else part[:, start:stop]
 
     def shape(self, name: str) -> Shape:
-        """Return a tensor's shape in its file."""
         return tuple(self._slice(name).get_shape())
 
     def dtype(self, name: str) -> torch.dtype:
@@ -104,14 +97,8 @@ class HFFolder:
             )
         return _DTYPES[found]
 
-    def nbytes(self, name: str) -> int:
-        """Return a tensor's size in its file, whatever its dtype."""
-        part = self._slice(name)
-        bits = re.search(r"\d+", part.get_dtype())  # such as BF16, F8_E4M3 or BOOL
-        return math.prod(part.get_shape()) * int(bits[0] if bits else 8) // 8
-
     def whole(self, name: str) -> Tensor:
-        """Return a whole tensor unchanged, whatever its shape and dtype. ValueError for a dtype that torch lacks."""
+        """Return a whole tensor unchanged. Raises ValueError for a dtype that torch lacks."""
         dtype = self._slice(name).get_dtype()
         try:
             return self._handle(name).get_tensor(name)
@@ -134,14 +121,15 @@ class HFFolder:
         path = self.folder / self.file_of[name]
         # Opening parses the whole header, so each file is opened once and stays open.
         if path not in self._open:
-            try:
-                self._open[path] = safe_open(path, framework="pt")
-            except (SafetensorError, OSError) as error:
-                named = f", in which {self.index} has {name}" if self.index.is_file() else ""
-                raise ValueError(
-                    f"{path}: unreadable safetensors file ({error}){named}; copy the model folder again."
-                ) from error
+            self._open[path] = _opened(path, f", in which {self.index} has {name}" if self.index.is_file() else "")
         return self._open[path]
+
+
+def _opened(path: Path, why: str = "") -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: unreadable safetensors file ({error}){why}; copy the model folder again.") from error
 
 
 def packed_shapes(name: str, shape: Shape) -> dict[str, Shape]:
@@ -173,14 +161,7 @@ def _file_of_each_tensor(folder: Path, index: Path, file: str) -> dict[str, str]
             f"model.path = {str(folder)!r}: no *.safetensors there; give a folder with weights, or set "
             f"model.init=random to train from scratch."
         )
-    names = {}
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as handle:
-                names |= {name: path.name for name in handle.keys()}  # noqa: SIM118 (a handle is no dict)
-        except SafetensorError as error:
-            raise ValueError(f"{path}: unreadable safetensors file ({error}); copy the model folder again.") from error
-    return names
+    return {name: path.name for path in files for name in _opened(path).keys()}  # noqa: SIM118 (a handle is no dict)
 
 
 def _read_index(path: Path) -> dict[str, str]:
@@ -218,12 +199,14 @@ class RandomWeights:
             full = torch.full(shape, self.norm)
         elif name.endswith("bias"):
             full = torch.zeros(shape)
-        else:
-            # crc32, because hash() of a string differs between processes. Always draws the whole tensor, so that a
-            # slice's values do not depend on the layout.
-            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) + (self.seed << 32))
-            full = torch.empty(shape).normal_(std=0.02, generator=generator)
+        else:  # draw the whole tensor, so that a slice's values do not depend on the layout
+            full = torch.empty(shape).normal_(std=0.02, generator=generator_for(name, self.seed))
         return full.narrow(dim, start, stop - start)
+
+
+def generator_for(name: str, seed: int) -> torch.Generator:
+    """Return the generator that draws a tensor. It uses crc32, because hash() of a string differs between processes."""
+    return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
 
 
 class ValueHeadFromZero:
@@ -250,14 +233,14 @@ def write_hf_folder(
 ) -> None:
     """Write streamed tensors as a HF folder, together with all other files of `model_folder`.
 
-    dtype: dtype to write, also recorded in config.json. None keeps each tensor's dtype and config.json's.
-    head: `value` turns config.json into that of a sequence classification model with one label.
-    carried: further tensors, written unchanged. Those that `tensors` already had are left out. If the folder then has
-    no tensor of a multi-token-prediction layer, the counts of these layers in config.json are set to zero.
-    shard_bytes: maximum bytes of tensors held in memory, and per file, unless a single tensor is larger.
-
     The folder appears only when complete: it is written to a temporary sibling, fsynced and renamed. An earlier folder
     is deleted last. Raises OSError if a file cannot be written; the earlier folder then remains untouched.
+
+    dtype: dtype to write, also recorded in config.json. None keeps each tensor's dtype and config.json's.
+    head: `value` turns config.json into that of a sequence classification model with one label.
+    carried: further tensors, written unchanged except those that `tensors` already had. If no tensor of a
+    multi-token-prediction layer was written, the counts of these layers in config.json are set to zero.
+    shard_bytes: maximum bytes of tensors held in memory, and per file, unless a single tensor is larger.
     """
     folder = Path(folder)
     # A sibling, because renames are atomic only within a file system. The dot hides it from globs for `version-*`.
@@ -268,10 +251,9 @@ def write_hf_folder(
         written: set[str] = set()
         write_tensors(aside, _with_dtype(tensors, carried, dtype, written), shard_bytes)
         copy_model_files(model_folder, aside, head=head)
-        changes: dict[str, Any] = {}
-        if dtype is not None:
-            # transformers 5 reads `dtype`; earlier versions and other readers read `torch_dtype`.
-            changes = dict.fromkeys(("dtype", "torch_dtype"), str(dtype).removeprefix("torch."))
+        # transformers 5 reads `dtype`; earlier versions and other readers read `torch_dtype`.
+        keys = () if dtype is None else ("dtype", "torch_dtype")
+        changes: dict[str, Any] = dict.fromkeys(keys, str(dtype).removeprefix("torch."))
         config = json.loads((aside / "config.json").read_text(encoding="utf-8"))
         if not any(is_of_mtp_layer(name, config) for name in written):
             changes |= {key: type(config[key])(0) for key in MTP_COUNTS if config.get(key)}
@@ -305,7 +287,7 @@ def _with_dtype(
 def is_of_mtp_layer(name: str, config: dict[str, Any]) -> bool:
     """Return True if a tensor belongs to a multi-token-prediction layer of the model that config.json describes.
 
-    Some families store these layers behind the last layer, and others under names that start with `mtp.`.
+    Some families store these layers after the last layer, and others under names that start with `mtp.`.
     """
     layer = _LAYER.match(name)
     return name.startswith("mtp.") or (layer is not None and int(layer[1]) >= config.get("num_hidden_layers", 0))
@@ -369,19 +351,10 @@ def model_files(folder: str | Path, *, outside: Path) -> list[Path]:
         if path.is_file() and not path.name.endswith(WEIGHTS):
             found.append(path.relative_to(folder))
         elif path.is_dir() and not outside.resolve().is_relative_to(path.resolve()):
-            below = [path / file for file in _files_below(path)]
-            if not any(file.name.endswith(WEIGHTS) for file in below):
-                found += [file.relative_to(folder) for file in below]
-    return found
-
-
-def _files_below(folder: Path) -> list[Path]:
-    """Return all files below a folder that are not hidden, as relative paths. Linked subfolders are not entered."""
-    found = []
-    for place, folders, files in os.walk(folder):
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        paths = [Path(place, name) for name in sorted(files) if not name.startswith(".")]
-        found += [path.relative_to(folder) for path in paths if path.is_file()]
+            files = [file.relative_to(folder) for file in sorted(path.rglob("*")) if file.is_file()]
+            files = [file for file in files if not any(part.startswith(".") for part in file.parts)]
+            if not any(file.name.endswith(WEIGHTS) for file in files):
+                found += files
     return found
 
 
@@ -390,8 +363,7 @@ def replace_folder(aside: Path, folder: Path) -> None:
 
     If the process is killed between the two renames, `recover_folder` restores the earlier folder.
     """
-    # Sync file contents and names before the rename: after a power failure either the earlier folder or the complete
-    # new one remains.
+    # Synced before the rename, so that a power failure leaves either the earlier folder or the complete new one.
     for path in [*aside.rglob("*"), aside]:
         _sync(path)
     old = _old_name(folder)

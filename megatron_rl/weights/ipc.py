@@ -19,14 +19,14 @@ import torch.distributed as dist
 from megatron_rl.api import WeightReceiver
 from megatron_rl.parallel import Axis
 from megatron_rl.weights.checksums import ExpectedChecksums
-from megatron_rl.weights.publish import Tensors, WeightPublisher, _planned, plan_buckets
+from megatron_rl.weights.publish import Tensors, WeightPublisher, as_planned, plan_buckets
 from megatron_rl.weights.shared_bucket import REMEDY, SharedBucket
-from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
+from megatron_rl.weights.update_group import TensorSpec, bytes_of, described, unpack_bucket
 
 
 @dataclass(frozen=True)
 class NodesOfServers:
-    """The servers of each node, for runs that start servers on all nodes. Only the nodes' first ranks need it."""
+    """The servers of each node, for runs that start servers on all nodes. Used on the first rank of each node."""
 
     first_ranks: Axis
     urls: Sequence[Sequence[str]]
@@ -54,18 +54,11 @@ class IPCPublisher(WeightPublisher):
         self.bucket_bytes, self.nodes = bucket_bytes, nodes
         self._handle_forms: dict[str, str | None] = {}
         self._left: list[Path] = []
-        """Bucket files still open in servers. They are deleted at the next publication, because a dead server never
-        releases its file. Until then, a server that only hangs may still release it."""
+        """Bucket files still open in servers, which are deleted at the next publication in case the server is dead."""
 
     def close(self) -> None:
         while self._left:
             self._left.pop().unlink(missing_ok=True)
-
-    def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
-        if self.receiver is None and self.nodes is not None:
-            self._pass_on(specs, tensors, self.nodes)
-        else:
-            super().publish(specs, tensors, version)
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
         self.close()
@@ -86,22 +79,21 @@ class IPCPublisher(WeightPublisher):
             self._give_back_all_but(0, buckets)
             self._resume()
 
-    def _pass_on(self, specs: list[TensorSpec], tensors: Tensors, nodes: NodesOfServers) -> None:
-        """Receive a copy of each bucket for this node's servers, and send its handles to rank 0.
-
-        Runs on the first rank of every node but the first.
-        """
+    def _follow(self, specs: list[TensorSpec], tensors: Tensors) -> None:
+        """On the first rank of another node, copy each bucket for the node's servers and send the handles to rank 0."""
+        if self.nodes is None:
+            return
         self.close()
         buckets: list[SharedBucket] = []
         plan, stream, asked = plan_buckets(specs, self.bucket_bytes), iter(tensors), [{}]
-        group, own = nodes.first_ranks.group, nodes.urls[nodes.first_ranks.rank]
+        group, own = self.nodes.first_ranks.group, self.nodes.urls[self.nodes.first_ranks.rank]
         for planned in plan:
             for _ in planned:
                 next(stream)
             dist.broadcast_object_list(asked, group_src=0, group=group)
             self._give_back_all_but(1, buckets)  # rank 0's order implies that they are read, as in `_filled`
-            buckets.append(bucket := SharedBucket(max(map(_size, plan)), nodes.device))
-            dist.broadcast(bucket.flat[: _size(planned)], group_src=0, group=group)
+            buckets.append(bucket := SharedBucket(max(map(bytes_of, plan)), self.nodes.device))
+            dist.broadcast(bucket.flat[: bytes_of(planned)], group_src=0, group=group)
             handles = {server: _handles(bucket, planned, *asked[0][server]) for server in own if server in asked[0]}
             dist.gather_object(handles, None, group_dst=0, group=group)
         dist.broadcast_object_list(asked, group_src=0, group=group)
@@ -119,21 +111,19 @@ class IPCPublisher(WeightPublisher):
 
         buckets: list to which each bucket is added until it is released. It never has more than two.
         """
-        stream = iter(tensors)
+        planned = as_planned(itertools.chain.from_iterable(plan), tensors)
         for specs in plan:
-            first = _planned(stream, specs[0])
+            first = next(planned)
             # `_send_all` has one bucket in flight, so all servers have answered for the earlier ones. These are
             # released, not reused: a server answers once its copy is enqueued, and its GPU may still be copying. The
             # mapped memory stays valid until the server releases it, which torch delays until its copies are done.
             self._give_back_all_but(1, buckets)
-            buckets.append(bucket := SharedBucket(max(map(_size, plan)), first.device))
-            planned = itertools.chain([first], (_planned(stream, spec) for spec in specs[1:]))
-            parts = unpack_bucket(bucket.flat[: _size(specs)], specs)
-            for part, tensor in zip(parts, planned, strict=True):
+            buckets.append(bucket := SharedBucket(max(map(bytes_of, plan)), first.device))
+            parts = unpack_bucket(bucket.flat[: bytes_of(specs)], specs)
+            for part, tensor in zip(parts, itertools.chain([first], planned), strict=False):
                 part.copy_(tensor)
             yield specs, bucket, {} if self.nodes is None else self._copy_to(self.nodes, bucket, specs)
-        for name, tensor in stream:
-            raise ValueError(f"weight publication: {name}, {tensor.dtype} came after the last planned tensor.")
+        next(planned, None)  # raises if further tensors follow
 
     def _copy_to(self, nodes: NodesOfServers, bucket: SharedBucket, specs: list[TensorSpec]) -> dict[str, Any]:
         """Send a bucket to the first ranks of the other nodes. Return the handles for their servers."""
@@ -142,7 +132,7 @@ class IPCPublisher(WeightPublisher):
             server: (self._handle_forms.get(server), ranks) for server, ranks in self.receiver.server_ranks.items()
         }
         dist.broadcast_object_list([asked], group_src=0, group=group)
-        dist.broadcast(bucket.flat[: _size(specs)], group_src=0, group=group)
+        dist.broadcast(bucket.flat[: bytes_of(specs)], group_src=0, group=group)
         dist.gather_object({}, by_node, group_dst=0, group=group)
         return {server: told for handles in by_node for server, told in handles.items()}
 
@@ -154,20 +144,10 @@ class IPCPublisher(WeightPublisher):
             server: elsewhere.get(server) or _handles(bucket, specs, self._handle_forms[server], ranks)
             for server, ranks in self.receiver.server_ranks.items()
         }
-        return self.receiver.load_shared(
-            names=[spec.name for spec in specs],
-            dtypes=[str(spec.dtype).removeprefix("torch.") for spec in specs],
-            shapes=[list(spec.shape) for spec in specs],
-            buckets=told,
-            version=self.last.version,
-        )
+        return self.receiver.load_shared(**described(specs), buckets=told, version=self.last.version)
 
 
 def _handles(bucket: SharedBucket, specs: list[TensorSpec], form: str | None, ranks: int) -> Any:
     # One handle per reader, made only now: on a GPU it carries an event, so that the reader's stream waits for the
     # copies enqueued before it.
     return [bucket.pickled(specs) for _ in range(ranks)] if form == "pickle" else bucket.handle()
-
-
-def _size(specs: list[TensorSpec]) -> int:
-    return sum(spec.nbytes for spec in specs)

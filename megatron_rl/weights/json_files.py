@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.strict_json import repeated
+from megatron_rl.config.strict_json import read_unique_json
 
 
 def read_object(path: str | Path, remedy: str = "copy the folder again") -> dict[str, Any]:
@@ -16,7 +15,7 @@ def read_object(path: str | Path, remedy: str = "copy the folder again") -> dict
     that is too deep. The error is one line that names the file and the fault, and ends with the remedy.
     """
     try:
-        found = json.loads(Path(path).read_bytes().decode("utf-8"), object_pairs_hook=_unique, parse_constant=_refuse)
+        found = read_unique_json(Path(path).read_bytes().decode("utf-8"))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read ({error.strerror or error}); {remedy}.") from error
     except RecursionError as error:
@@ -26,13 +25,3 @@ def read_object(path: str | Path, remedy: str = "copy the folder again") -> dict
     if not isinstance(found, dict):
         raise ValueError(f"{path}: holds a {type(found).__name__}, and must hold an object {{...}}; {remedy}.")
     return found
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    if (name := repeated(pairs)) is not None:
-        raise ValueError(f"an object has the key {name!r} twice")
-    return dict(pairs)
-
-
-def _refuse(name: str) -> None:
-    raise ValueError(f"{name} is no JSON number")

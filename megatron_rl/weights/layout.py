@@ -36,15 +36,13 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[st
             f"parallel.expert = {parallel.expert}: does not divide the model's {experts} experts; set it to "
             f"{_largest(parallel.expert, lambda size: experts % size == 0)}."
         )
-    if arch.wide_qk_norm and arch.kv_heads < parallel.tensor:
+    if arch.kv_heads < parallel.tensor and (arch.wide_qk_norm or arch.gated_attention):
+        reason = f"has gated attention with {arch.kv_heads} key-value heads, and"
+        if arch.wide_qk_norm:
+            reason = f"normalizes its {arch.kv_heads} key-value heads together, so"
         raise ValueError(
-            f"parallel.tensor = {parallel.tensor}: {arch.family} normalizes its {arch.kv_heads} key-value heads "
-            f"together, so each rank needs at least one of them; set it to {arch.kv_heads} or a divisor."
-        )
-    if arch.gated_attention and arch.kv_heads < parallel.tensor:
-        raise ValueError(
-            f"parallel.tensor = {parallel.tensor}: {arch.family} has gated attention with {arch.kv_heads} key-value "
-            f"heads, and each rank needs at least one of them; set it to {arch.kv_heads} or a divisor."
+            f"parallel.tensor = {parallel.tensor}: {arch.family} {reason} each rank needs at least one of them; set it "
+            f"to {arch.kv_heads} or a divisor."
         )
     if arch.has_biases and parallel.expert_tensor > 1:
         raise ValueError(
@@ -110,8 +108,7 @@ def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dic
     if fields:
         try:
             cut = cut_by_upstream(layers, stages, chunks, json.dumps(fields, default=str))
-            # A chunk without parameters cannot train. The first has the embedding and the last the head; others need a
-            # layer.
+            # A chunk without parameters cannot train. Only the first and the last have any without a layer.
             if all(itertools.chain(cut[0][1:], *cut[1:-1], cut[-1][:-1])):
                 return cut
             reason = " (a chunk between the first and the last would have no layer)"
@@ -145,11 +142,7 @@ def nearly_even(layers: int, count: int) -> str:
 
 @dataclass(frozen=True)
 class Shares:
-    """Parameter counts of a rank.
-
-    Experts are counted separately because the optimizer is sharded over replicas, and experts have different replicas
-    than dense parameters.
-    """
+    """Parameter counts of a rank. The optimizer is sharded over replicas, and experts have other replicas."""
 
     dense: int = 0
     expert: int = 0
@@ -173,51 +166,34 @@ def parameters_of_stage(
         if not arch.tied or parallel.pipeline > 1:  # the last stage has a copy of a tied embedding
             rules.append(output)
     shares = _shares(rules, arch, parallel)
-    alike: dict[bool, Shares] = {}
+    alike: dict[tuple[bool, bool], Shares] = {}
     for number in itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage]):
         kind = arch.kind(number)
         if kind not in alike:
-            rules = [rule for rule in layer_rules(arch, number) if rule.megatron != EXPERT_BIAS]
-            alike[kind] = _shares(rules, arch, parallel)
+            alike[kind] = _shares(layer_rules(arch, number), arch, parallel)
         shares += alike[kind]
     return shares
 
 
 def adapters_of_stage(
-    arch: Architecture,
-    lora: LoraConfig,
-    parallel: ParallelConfig,
-    stage: int,
-    megatron: dict[str, Any] | None = None,
+    arch: Architecture, lora: LoraConfig, parallel: ParallelConfig, stage: int, megatron: dict[str, Any] | None = None
 ) -> Shares:
     """Return the number of adapter parameters on each rank of a pipeline stage."""
-    numbers = itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage])
-    return sum((_adapter_shares(layer_rules(arch, number), arch, lora, parallel) for number in numbers), Shares())
-
-
-def _adapter_shares(rules: list[Rule], arch: Architecture, lora: LoraConfig, parallel: ParallelConfig) -> Shares:
     words, shares = sizes(arch), Shares()
-    for rule in rules:
-        parts, is_expert = adapted(rule, lora), "{}" in rule.megatron
+    numbers = itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage])
+    for rule in itertools.chain.from_iterable(layer_rules(arch, number) for number in numbers):
+        parts = adapted(rule, lora)
         dims = [tuple(words[word] for word in dims.split()) for dims in rule.hf.values()]
-        cuts = {"lora_A": len(parts) * dims[0][-1], "lora_B": sum(rows for rows, *_ in dims)}
-        ranks = parallel.expert_tensor if is_expert else parallel.tensor
-        for part, width in cuts.items() if parts else ():
-            is_cut = adapter_rule(rule, part, lora).layout.split_dim is not None
-            count = lora.rank * width // (ranks if is_cut else 1)
-            if is_expert:
-                assert arch.mixture is not None
-                shares += Shares(expert=count * arch.mixture.experts // parallel.expert)
-            else:
-                shares += Shares(dense=count)
+        widths = {"lora_A": len(parts) * dims[0][-1], "lora_B": sum(rows for rows, *_ in dims)}
+        for part, width in widths.items() if parts else ():
+            shares += _share(adapter_rule(rule, part, lora), lora.rank * width, arch, parallel)
     return shares
 
 
 def parameters_of_mtp_layer(arch: Architecture, parallel: ParallelConfig) -> Shares:
     """Return the number of parameters of a model's multi-token-prediction layer on each rank of the last stage."""
     layer = arch.mtp_layer()
-    rules = [rule for rule in (*edges(layer), *layer_rules(layer, 0)) if rule.megatron != EXPERT_BIAS]
-    return _shares(rules, layer, parallel)
+    return _shares([*edges(layer), *layer_rules(layer, 0)], layer, parallel)
 
 
 def parameters(arch: Architecture) -> int:
@@ -241,17 +217,23 @@ def largest_tensor(arch: Architecture) -> int:
 
 
 def _shares(rules: list[Rule], arch: Architecture, parallel: ParallelConfig) -> Shares:
+    """Return a rank's part of the parameters of these rules. A router's bias is a buffer, not a parameter."""
     words, shares = sizes(arch), Shares()
     # The vocabulary is padded so that all ranks have equally many rows.
     words["vocab"] = -(-arch.vocab // parallel.tensor) * parallel.tensor
     for rule in rules:
         own = words | {"experts": 1} if rule.is_stacked else words  # one expert's part of a stack
-        whole = sum(math.prod(own[word] for word in dims.split()) for dims in rule.hf.values())
-        is_cut = rule.layout.split_dim is not None
-        if "{}" not in rule.megatron:
-            shares += Shares(dense=whole // parallel.tensor if is_cut else whole)
-        else:
-            assert arch.mixture is not None
-            experts = arch.mixture.experts // parallel.expert
-            shares += Shares(expert=experts * (whole // parallel.expert_tensor if is_cut else whole))
+        if rule.megatron != EXPERT_BIAS:
+            whole = sum(math.prod(own[word] for word in dims.split()) for dims in rule.hf.values())
+            shares += _share(rule, whole, arch, parallel)
     return shares
+
+
+def _share(rule: Rule, whole: int, arch: Architecture, parallel: ParallelConfig) -> Shares:
+    """Return a rank's part of a rule's parameter, which has `whole` elements, or of one such parameter per expert."""
+    is_cut = rule.layout.split_dim is not None
+    if "{}" not in rule.megatron:
+        return Shares(dense=whole // parallel.tensor if is_cut else whole)
+    assert arch.mixture is not None
+    experts = arch.mixture.experts // parallel.expert
+    return Shares(expert=experts * (whole // parallel.expert_tensor if is_cut else whole))

@@ -97,20 +97,19 @@ def hf_shapes(arch: Architecture) -> dict[str, Shape]:
             return shapes
         return {name.format(n): shape for n in range(arch.mixture.experts) for name, shape in shapes.items()}
 
-    first, *last = map(shapes_of, edges(arch))
-    shapes = first
+    first, *last = edges(arch)
+    shapes = shapes_of(first)
     for number in range(arch.layers):
         for rule in layer_rules(arch, number):
             shapes |= shapes_of(rule, layer_prefix(arch, number))
-    if arch.tied and arch.behind is None:
-        last.pop()  # the output layer is the embedding
-    for further in last:
-        shapes |= further
+    for rule in last:
+        if not (arch.tied and rule is EDGES[-1]):  # a tied output layer is the embedding
+            shapes |= shapes_of(rule)
     return shapes
 
 
 def edges(arch: Architecture) -> tuple[Rule, ...]:
-    """Return the rules for the embedding, the final norm and the head, or for what surrounds an MTP layer."""
+    """Return the rules for the embedding, the final norm and the head, or for the tensors around an MTP layer."""
     if arch.behind is not None:
         names = mtp_names(arch)
         return (
@@ -148,8 +147,7 @@ def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | 
     A value head that the folder lacks starts at zero. Raises ValueError if the folder lacks other tensors of `arch`.
     """
     found, shapes = read_architecture(folder), hf_shapes(arch)
-    # True for a critic that starts from a policy's folder.
-    starts_at_zero = found.head != found.with_head(arch.head).head
+    starts_at_zero = found.head != found.with_head(arch.head).head  # a critic that starts from a policy's folder
     head = shapes.pop(VALUE_HEAD) if starts_at_zero else None
     source: WeightSource
     if random_seed is None:
@@ -164,7 +162,7 @@ def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | 
 def _refuse_another_head(source: HFFolder, arch: Architecture) -> None:
     """Raise ValueError if the head is tied to the embedding, but the folder also has a head with other values.
 
-    In that case transformers would compute with the separate head, and SGLang with the embedding.
+    transformers would compute with the separate head, and SGLang with the embedding.
     """
     embedding, head = (next(iter(rule.hf)) for rule in (EDGES[0], EDGES[2]))
     if not arch.tied or head not in source.file_of:
@@ -224,9 +222,8 @@ def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
     """Return the rule for a Megatron parameter, with full HF names. Raises KeyError if there is none.
 
     name: the parameter's name within its layer if `layer_number` (global, from 0) is given, else within the model. It
-    may be a name of Megatron's local layers or of Transformer Engine's.
+    may be a name of Megatron's local layers, which the rules use, or of Transformer Engine's.
     """
-    # Convert to the names of local layers, which the rules use.
     for pattern, local in TRANSFORMER_ENGINE:
         if match := pattern.fullmatch(name):
             name = match.expand(local)

@@ -3,33 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
 from torch import Tensor
 
 from megatron_rl.weights.decoder import Architecture
-from megatron_rl.weights.families import FAMILIES
 from megatron_rl.weights.hf_files import HFFolder, RandomWeights, is_of_mtp_layer
 from megatron_rl.weights.mapping import hf_shapes, mtp_names, tensors_without_rule
 from megatron_rl.weights.tensor_rules import WeightSource
 from megatron_rl.weights.update_group import TensorSpec
 
 Held = TypeVar("Held", Tensor, Tensor | None)
-
-
-def check_mtp(arch: Architecture) -> None:
-    """Raise ValueError if models of this kind have no MTP layer."""
-    if arch.head != "policy":
-        raise ValueError(
-            "draft.kind = 'mtp': a reward model generates no tokens, so none can be guessed; set draft.kind=none."
-        )
-    if FAMILIES[arch.family].mtp is None:
-        known = ", ".join(name for name, family in FAMILIES.items() if family.mtp is not None)
-        raise ValueError(
-            f"draft.kind = 'mtp': {arch.family} has no multi-token-prediction layer, and {known} have; set "
-            f"draft.kind=none."
-        )
 
 
 def mtp_source(folder: str | Path, arch: Architecture, *, random_seed: int | None = None) -> WeightSource:
@@ -57,10 +43,7 @@ def mtp_source(folder: str | Path, arch: Architecture, *, random_seed: int | Non
 
 
 def copies_in(folder: str | Path, arch: Architecture) -> dict[str, str]:
-    """Return the copies of embedding and output layer in a folder's MTP layer: their names -> the originals' names.
-
-    arch: the model's. The folder may lack the model's own tensors, or have no tensors at all.
-    """
+    """Return {name of copy: name of original} for the copies of embedding and output layer in a folder's MTP layer."""
     found = HFFolder(folder, {}).file_of if Path(folder).is_dir() else {}
     return {name: original for name, original in mtp_names(arch.mtp_layer()).copies.items() if name in found}
 
@@ -68,26 +51,24 @@ def copies_in(folder: str | Path, arch: Architecture) -> dict[str, str]:
 def with_layer(
     model: Iterable[tuple[str, Held]], layer: Iterable[tuple[str, Held]], copies: dict[str, str]
 ) -> Iterator[tuple[str, Held]]:
-    """Yield a model's tensors, the copies of some of them, and the tensors of its MTP layer.
+    """Yield a model's tensors, each followed by its copies (see `copies_in`), and the tensors of its MTP layer.
 
-    copies: as `copies_in` returns it. Tensors are None on ranks that only contribute shards.
+    Tensors are None on ranks that only contribute shards.
     """
     for name, tensor in model:
         yield name, tensor
-        for copy in _copies_of(name, copies):
-            yield copy, None if tensor is None else tensor.clone()  # files have no tensors that share memory
+        for copy, original in copies.items():
+            if original == name:
+                yield copy, None if tensor is None else tensor.clone()  # files have no tensors that share memory
     yield from layer
 
 
 def specs_with_layer(
     model: Iterable[TensorSpec], layer: Iterable[TensorSpec], copies: dict[str, str]
 ) -> list[TensorSpec]:
-    """Return the specs of what `with_layer` yields, in the same order."""
+    """Return the specs of the tensors that `with_layer` yields, in the same order."""
     found: list[TensorSpec] = []
     for spec in model:
-        found += [spec, *(TensorSpec(copy, spec.dtype, spec.shape) for copy in _copies_of(spec.name, copies))]
+        own = [copy for copy, original in copies.items() if original == spec.name]
+        found += [replace(spec, name=name) for name in (spec.name, *own)]
     return [*found, *layer]
-
-
-def _copies_of(original: str, copies: dict[str, str]) -> list[str]:
-    return [name for name, of in copies.items() if of == original]

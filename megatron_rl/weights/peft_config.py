@@ -1,15 +1,12 @@
-"""Read and check PEFT's adapter_config.json. Each key is applied as in PEFT, refused, or known to have no effect.
-
-The supported adapters are fully defined by their tensors, ranks and scales, and by the modules that PEFT would adapt.
-Anything else that changes the result is refused.
-"""
+"""Read and check PEFT's adapter_config.json. Each key is applied as in PEFT, refused, or known to have no effect."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,23 +31,6 @@ SAYS_NOTHING = frozenset(
     }
 )
 """Keys that do not affect what the adapters compute."""
-APPLIED = frozenset(
-    {
-        "alpha_pattern",
-        "exclude_modules",
-        "init_lora_weights",
-        "layers_pattern",
-        "layers_to_transform",
-        "lora_alpha",
-        "peft_type",
-        "r",
-        "rank_pattern",
-        "target_modules",
-        "task_type",
-        "use_rslora",
-    }
-)
-"""Keys that are applied or checked: which matrices have an adapter, its rank and scale, and the folder's type."""
 MUST_BE_OFF = {
     "alora_invocation_tokens": "the adapter counts after these tokens alone",
     "arrow_config": "several adapters are mixed",
@@ -122,10 +102,10 @@ class PeftConfig:
         return next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", module)), default)
 
     def modules(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
-        """Return the modules that have both lora_A and lora_B.
+        """Return the adapted modules. ranks: (name, first dimension) of every tensor in the folder.
 
-        ranks: (name, first dimension) of every tensor in the folder. Raises ValueError for a tensor that
-        belongs to no adapter, a module with only one of the two, or a module whose adapter contradicts this config.
+        Raises ValueError for a tensor that belongs to no adapter, a module with only one of lora_A and lora_B, or a
+        module whose adapter contradicts this config.
         """
         parts: dict[str, dict[str, int]] = {}
         for name, rows in ranks:
@@ -166,7 +146,7 @@ def read_peft_config(folder: str | Path) -> PeftConfig:
     for key, value in said.items():
         if key in MUST_BE_OFF and _is_on(value):
             refuse(key, f"{MUST_BE_OFF[key]}, which is not supported")
-        if key not in MUST_BE_OFF and key not in APPLIED | SAYS_NOTHING | {"bias"} and _is_on(value):
+        if key not in MUST_BE_OFF.keys() | APPLIED | SAYS_NOTHING | {"bias"} and _is_on(value):
             refuse(key, "is no key that is known here, and may change what the adapters compute")
     if said.get("bias") not in (None, "none"):
         refuse("bias", "biases are trained besides the matrices, which is not supported")
@@ -212,31 +192,29 @@ def _is_pattern(value: Any) -> bool:
         return False
 
 
-def _are_patterns(value: Any) -> bool:
-    return value is None or _is_pattern(value) or (isinstance(value, list) and all(map(_is_pattern, value)))
+def _one_or_several(holds: Callable[[Any], bool], value: Any) -> bool:
+    return value is None or (all(map(holds, value)) if isinstance(value, list) else holds(value))
 
 
-def _are_layers(value: Any) -> bool:
-    return value is None or type(value) is int or (isinstance(value, list) and all(type(it) is int for it in value))
+def _by_patterns(holds: Callable[[Any], bool], value: Any) -> bool:
+    is_map = isinstance(value, dict) and all(map(_is_pattern, value)) and all(map(holds, value.values()))
+    return value is None or is_map
 
 
-def _by_patterns(holds: Any) -> Any:
-    def are(value: Any) -> bool:
-        is_map = isinstance(value, dict) and all(map(_is_pattern, value)) and all(map(holds, value.values()))
-        return value is None or is_map
-
-    return are
-
-
-VALUES: dict[str, tuple[Any, str]] = {
+VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "r": (_is_rank, "must be a whole number of at least 1"),
     "lora_alpha": (_is_number, "must be a number"),
-    "rank_pattern": (_by_patterns(_is_rank), "must map patterns of modules to whole numbers of at least 1"),
-    "alpha_pattern": (_by_patterns(_is_number), "must map patterns of modules to numbers"),
+    "rank_pattern": (partial(_by_patterns, _is_rank), "must map patterns of modules to whole numbers of at least 1"),
+    "alpha_pattern": (partial(_by_patterns, _is_number), "must map patterns of modules to numbers"),
     "target_modules": (_are_names, "must be a list of names, or a pattern"),
     "exclude_modules": (_are_names, "must be a list of names, or a pattern"),
-    "layers_pattern": (_are_patterns, "must be a name, or a list of names"),
-    "layers_to_transform": (_are_layers, "must be the number of a layer, or a list of them"),
+    "layers_pattern": (partial(_one_or_several, _is_pattern), "must be a name, or a list of names"),
+    "layers_to_transform": (
+        partial(_one_or_several, lambda value: type(value) is int),
+        "must be the number of a layer, or a list of them",
+    ),
     "use_rslora": (lambda value: value is None or isinstance(value, bool), "must be true or false"),
 }
-"""Applied key -> (check of its value, rule for the error message)."""
+"""Key that defines the adapters -> (check of its value, rule for the error message)."""
+APPLIED = VALUES.keys() | {"init_lora_weights", "peft_type", "task_type"}
+"""Keys that are applied or checked: which matrices have an adapter, its rank and scale, and the folder's type."""

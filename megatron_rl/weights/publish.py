@@ -1,19 +1,19 @@
 """Publish the trainer's weights to the rollout servers, and verify by checksum that they arrived.
 
 `HFExport` supplies the stream of tensors. A WeightReceiver talks HTTP to the servers, which are paused until they have
-been verified. A server that fails a transfer or a checksum is dropped; the others still get the version.
+been verified.
 
     trainer ranks   gather 0 |       | gather 1 | gather 2 |        |                   |
     rank 0                   | pause | send 0   | send 1   | send 2 | compare checksums | resume
     servers         generate | stop  | load 0   | load 1   | load 2 | take checksums    | generate, version N
 
 A server that is unreachable or late, or that holds other bits, is dropped at the end of the column in which this
-happens. So no server is ever resumed with unknown weights.
+happens. So no server is ever resumed with unknown weights. The other servers still get the version.
 
-This file has two transports. `GroupPublisher` broadcasts buckets over a process group (NCCL or gloo) and gathers the
-next bucket while one is on the wire. Its extra memory is two buckets and two tensors. On a GPU it also keeps a bucket
-of small tensors until their checksums are taken. `DiskPublisher` writes a HF folder to a disk that the servers share.
-There are two more transports: ipc.py uses shared memory, and delta.py sends only the changes.
+`GroupPublisher` broadcasts buckets over a process group (NCCL or gloo) and gathers the next bucket while one is on the
+wire. Its extra memory is two buckets and two tensors. On a GPU it also keeps a bucket of small tensors until their
+checksums are taken. `DiskPublisher` writes a HF folder to a disk that the servers share. The other transports are
+ipc.py, which uses shared memory, and delta.py, which sends only the changes.
 """
 
 from __future__ import annotations
@@ -49,19 +49,17 @@ from megatron_rl.weights.hf_files import write_hf_folder
 from megatron_rl.weights.peft_config import PEFT_PREFIX
 from megatron_rl.weights.senders import ANSWERED, Sender, StageHeads
 from megatron_rl.weights.sglang_loaders import pickled_round
-from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
+from megatron_rl.weights.update_group import TensorSpec, bytes_of, described, unpack_bucket
 
 logger = logging.getLogger(__name__)
 
 FLAT_BELOW_BYTES = 256 * 1024
-"""A bucket whose tensors average at least this size is broadcast tensor by tensor, without a copy. Smaller tensors are
-first copied into one flat tensor. On a CPU each broadcast has 0.1 ms of latency; a flat tensor instead costs one more
-copy at each end."""
+"""Average tensor size below which a bucket is copied into one flat tensor and broadcast at once. Larger tensors are
+broadcast one by one, without a copy. On a CPU each broadcast has 0.1 ms of latency."""
 AFTERMATH_S = 5.0
-"""Maximum seconds to wait for the servers' answers after a broken group was left."""
+"""Maximum seconds to wait for the servers' answers after leaving a broken group."""
 SUMMED_BYTES = 1 << 26
-"""Maximum bytes of tensors that are kept on a GPU so that one kernel launch computes all their checksums. Used only by
-transports that do not keep the tensors anyway."""
+"""Maximum bytes of tensors that a transport without buckets keeps on a GPU to compute their checksums in one launch."""
 NAMED_TENSORS = 3
 """Maximum number of mismatching tensors named in an error message."""
 
@@ -81,13 +79,13 @@ class Publication:
     verified: int = 0
     """Tensors whose checksums were compared, summed over servers."""
     parts: list[tuple[str, str, float, float]] = field(default_factory=list)
-    """Phases of the publication for the trace: (row, name, begin, end) on the monotonic clock."""
+    """Phases for the trace: (row, name, begin, end) on the monotonic clock."""
     sent_bytes: int | None = None
-    """Bytes on the wire, summed over servers. Set by the delta transport only; the others send all weights."""
+    """Bytes on the wire, summed over servers. Set only by the delta transport; the others send all weights."""
 
 
 class WeightPublisher(abc.ABC):
-    """Base class of the transports. It tracks which servers are paused or failed, and which weights they hold.
+    """Base class of the transports: drops servers that fail, and compares checksums.
 
     Every rank has one; `receiver` is None on all ranks but 0. Rank 0 publishes the whole stream of weights. If
     `is_by_stage`, each pipeline stage's head (its first rank) publishes that stage's weights instead.
@@ -112,16 +110,23 @@ class WeightPublisher(abc.ABC):
         Servers are paused during the update. Those that are not dropped are always resumed. Raises NoServerLeft if no
         server holds the version afterwards.
         """
-        if self.receiver is None:
-            for _ in tensors:  # the stream is a collective
+        stream = iter(tensors)
+        try:
+            if self.receiver is None:
+                self._follow(specs, stream)
+                return
+            self._lost, self._paused_at = {}, None
+            self.last = Publication(version, nbytes=bytes_of(specs))
+            started = time.perf_counter()
+            checksums = ExpectedChecksums(self._forms())
+            self._deliver(specs, checksums.watch(stream, self._summed(specs)), version, checksums)
+            self.last.seconds = time.perf_counter() - started
+        finally:
+            for _ in stream:  # the stream is a collective: exhaust it even after a failure
                 pass
-            return
-        self._lost, self._paused_at = {}, None
-        self.last = Publication(version, nbytes=sum(spec.nbytes for spec in specs))
-        started = time.perf_counter()
-        checksums = ExpectedChecksums(self._forms())
-        self._deliver(specs, checksums.watch(tensors, self._summed(specs)), version, checksums)
-        self.last.seconds = time.perf_counter() - started
+
+    def _follow(self, specs: list[TensorSpec], tensors: Tensors) -> None:  # noqa: B027
+        """Take part in a publication on a rank other than 0, apart from exhausting the stream."""
 
     def _summed(self, specs: list[TensorSpec]) -> list[list[TensorSpec]]:
         """Divide the stream into runs of tensors whose checksums are computed together."""
@@ -266,10 +271,9 @@ class GroupPublisher(WeightPublisher):
 
         heads of stages    0: bucket 0 | bucket 1 | ...        rank 0 tells them `send`, and `settle` once every server
                            1: bucket 0 | bucket 1 |            has answered; on a failure `leave`, `join` and `send`
-        servers                 round 0 | round 1  | ...       again, in new groups of those that are left
+        servers                 round 0 | round 1  | ...       again, in new groups of the remaining members
 
-    The groups are kept between publications. If a member dies, all groups are abandoned. The remaining members form new
-    groups, and the round is sent again.
+    The groups are kept between publications. If a member dies, all groups are abandoned.
     """
 
     def __init__(
@@ -286,18 +290,9 @@ class GroupPublisher(WeightPublisher):
         self.is_by_stage = stages is not None
         self.sender = Sender(backend, timeout_s)
         self._membership = -1
-        self._names: list[str] = []
-        """Names of the senders' groups, in stage order."""
-        self._parts: list[list[list[TensorSpec]]] = []
-        """The buckets of each sender."""
-        self._shipped: list[Tensor] = []
-        """This sender's pieces of the last round, kept in case they must be sent again."""
-
-    def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
-        if self.receiver is None and self.stages is not None and self.stages.heads is not None:
-            self._follow(tensors)
-        else:
-            super().publish(specs, tensors, version)
+        self._names: list[str] = []  # of the senders' groups, in stage order
+        self._parts: list[list[list[TensorSpec]]] = []  # each sender's buckets
+        self._shipped: list[Tensor] = []  # this sender's pieces of the last round, in case they must be sent again
 
     def close(self) -> None:
         if self.sender.group is not None and self.receiver is not None:
@@ -320,8 +315,6 @@ class GroupPublisher(WeightPublisher):
                 self._leave()
             self._tell("end")
             self._shipped = []
-            for _ in tensors:  # the stream is a collective: exhaust it even after a failure
-                pass
             self._resume()
 
     # -- orders of rank 0 to the other senders
@@ -337,21 +330,20 @@ class GroupPublisher(WeightPublisher):
             dist.gather_object(None, answers, group_dst=0, group=group)
         return answers[1:]
 
-    def _follow(self, tensors: Tensors) -> None:
-        """On a sender other than rank 0, execute rank 0's orders until `end`, then exhaust the stream."""
-        heads, sender = self.stages.heads, self.sender
-        number, filled = -1, iter(())
-        checksums = ExpectedChecksums([])
-        while True:
+    def _follow(self, specs: list[TensorSpec], tensors: Tensors) -> None:
+        """On a sender other than rank 0, execute rank 0's orders until `end`."""
+        if self.stages is None or self.stages.heads is None:
+            return
+        heads, sender, number = self.stages.heads, self.sender, -1
+        order = ""
+        while order != "end":
             told: list[Any] = [None]
             dist.broadcast_object_list(told, group_src=0, group=heads.group)
             order, *details = told[0]
             answer: Any = None
             if order == "begin":
-                checksums = ExpectedChecksums(details[0])
-                own = plan_buckets(self.stages.own_specs, self.bucket_bytes)
-                tensors = checksums.watch(tensors, self._summed([]))
-                filled = fill_buckets(own, tensors)
+                checksums, buckets = ExpectedChecksums(details[0]), self._summed(specs)
+                filled = fill_buckets(buckets, checksums.watch(tensors, buckets))
                 ahead = next(filled, None)  # gathered while the servers still generate
             elif order == "listen":
                 listener = socket.create_server((self.stages.address_towards(details[0]), 0))
@@ -378,11 +370,7 @@ class GroupPublisher(WeightPublisher):
                 answer = {form: checksums.of(form) for form in checksums.forms}
             if order in ANSWERED:
                 dist.gather_object(answer, None, group_dst=0, group=heads.group)
-            if order == "end":
-                break
         self._shipped = []
-        for _ in tensors:
-            pass
 
     def _keeping(self, pieces: Iterable[Tensor]) -> Iterator[Tensor]:
         for piece in pieces:
@@ -390,10 +378,7 @@ class GroupPublisher(WeightPublisher):
             yield piece
 
     def _is_hopeless(self) -> bool:
-        """Return True if rank 0 has abandoned the groups.
-
-        A sender that waits for a server receives no orders, so it polls torch's default store instead.
-        """
+        """Return True if rank 0 has abandoned the groups. A sender that waits for a server receives no orders."""
         return bool(c10d._get_default_store().check([self._names[0]]))
 
     def _sums(self, checksums: ExpectedChecksums) -> dict[ChecksumForm, dict[str, str]]:
@@ -418,21 +403,15 @@ class GroupPublisher(WeightPublisher):
         deadline = time.monotonic() + self.timeout_s
         self._tell("send", number)
         parts = [
-            {
-                "names": [spec.name for spec in specs],
-                "dtypes": [str(spec.dtype).removeprefix("torch.") for spec in specs],
-                "shapes": [list(spec.shape) for spec in specs],
-                "group": name,
-                "flattened": is_flat(specs),
-            }
+            described(specs) | {"group": name, "flattened": is_flat(specs)}
             for name, own in zip(self._names, self._parts, strict=True)
             for specs in own[number : number + 1]
         ]
-        version, receiver = self.last.version, self.receiver
+        version = self.last.version
         if len(parts) == 1:
-            loads = receiver.load_bucket(**parts[0], version=version)
+            loads = self.receiver.load_bucket(**parts[0], version=version)
         else:
-            loads = receiver.load_round(parts, version, pickled_round(parts))
+            loads = self.receiver.load_round(parts, version, pickled_round(parts))
         self._shipped = []
         is_hopeless = lambda: bool(_failures(loads)) or time.monotonic() > deadline  # noqa: E731
         self.sender.send_all(self._keeping(pieces), is_hopeless)
@@ -543,7 +522,7 @@ def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[Tensor
 
 def is_flat(bucket: list[TensorSpec]) -> bool:
     """Return True if a bucket is sent as one flat tensor, False if each tensor has a separate broadcast."""
-    return len(bucket) > 1 and sum(spec.nbytes for spec in bucket) < FLAT_BELOW_BYTES * len(bucket)
+    return len(bucket) > 1 and bytes_of(bucket) < FLAT_BELOW_BYTES * len(bucket)
 
 
 def fill_buckets(
@@ -555,29 +534,36 @@ def fill_buckets(
     must consume all of them before it asks for the next bucket. Flat buckets alternate between two buffers, so one is
     filled while the other is sent. Raises ValueError if a tensor is not the planned one.
     """
-    size = max((sum(spec.nbytes for spec in bucket) for bucket in buckets if is_flat(bucket)), default=0)
-    stream = iter(tensors)
+    size = max((bytes_of(bucket) for bucket in buckets if is_flat(bucket)), default=0)
+    planned = as_planned(itertools.chain.from_iterable(buckets), tensors)
     buffers: list[Tensor] = []
     for number, bucket in enumerate(buckets):
+        first = next(planned)
         if not is_flat(bucket):
-            planned = (_planned(stream, spec).contiguous() for spec in bucket)
-            yield bucket, itertools.chain([next(planned)], planned)
+            rest = itertools.islice(planned, len(bucket) - 1)
+            yield bucket, (tensor.contiguous() for tensor in itertools.chain([first], rest))
             continue
-        first = _planned(stream, bucket[0])
         while len(buffers) < 2:  # allocated here, because the first tensor determines the device
             buffers.append(torch.empty(size, dtype=torch.uint8, device=first.device))
-        flat = buffers[number % 2][: sum(spec.nbytes for spec in bucket)]
+        flat = buffers[number % 2][: bytes_of(bucket)]
         parts = unpack_bucket(flat, bucket)
         parts[0].copy_(first)
-        for spec, part in zip(bucket[1:], parts[1:], strict=True):
-            part.copy_(_planned(stream, spec))
+        for part in parts[1:]:
+            part.copy_(next(planned))
         yield bucket, [flat]
+    next(planned, None)  # raises if further tensors follow
+
+
+def as_planned(specs: Iterable[TensorSpec], tensors: Tensors) -> Iterator[Tensor]:
+    """Yield the tensors of a stream. Raises ValueError if one is not the planned one, or if more follow."""
+    stream = iter(tensors)
+    for spec in specs:
+        yield _planned(stream, spec)  # no variable of this generator keeps the tensor
     for name, tensor in stream:
         raise ValueError(f"weight publication: {name}, {tensor.dtype} came after the last planned tensor.")
 
 
 def _planned(stream: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
-    """Return the next tensor of the stream. Raises ValueError if it is not the planned one."""
     name, tensor = next(stream, (None, None))
     if tensor is None or (name, tensor.dtype, tuple(tensor.shape)) != (spec.name, spec.dtype, spec.shape):
         found = "nothing" if tensor is None else f"{name}, {tensor.dtype}, {tuple(tensor.shape)}"
@@ -597,8 +583,7 @@ def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
 class DiskPublisher(WeightPublisher):
     """Writes a HF folder and has the servers load it. Servers are paused only while they load.
 
-    folder: where to write. Servers must be able to read it. It keeps the last version. A draft head is in the model's
-    subfolder, as in a saved model.
+    folder: where to write the versions. Servers must be able to read it. It keeps the last version.
     carried: function that yields further tensors, which each version's folder has unchanged.
     """
 
@@ -615,7 +600,8 @@ class DiskPublisher(WeightPublisher):
         self.folder, self.model_folder, self.carried = folder.absolute(), model_folder, carried
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
-        target = self._written(tensors, specs[0].dtype, version)  # while the servers still generate
+        target = self.folder / f"version-{version}"
+        self._write(target, tensors, specs[0].dtype)  # while the servers still generate
         self._pause()
         try:
             began = time.monotonic()
@@ -633,8 +619,8 @@ class DiskPublisher(WeightPublisher):
     def _load(self, target: Path, version: int) -> dict[str, Future[None]]:
         return self.receiver.load_folder(target, version)
 
-    def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
-        target, draft = self.folder / f"version-{version}", {}
+    def _write(self, target: Path, tensors: Tensors, dtype: torch.dtype) -> None:
+        draft: dict[str, Tensor] = {}
 
         def of_policy() -> Iterator[tuple[str, Tensor]]:
             for name, tensor in tensors:
@@ -646,27 +632,19 @@ class DiskPublisher(WeightPublisher):
         write_hf_folder(target, of_policy(), model_folder=self.model_folder, dtype=dtype, carried=self.carried())
         if draft:
             write_draft_tensors(target, draft)
-        return target
 
 
 class AdapterPublisher(DiskPublisher):
     """Writes only the adapters, in PEFT's format. Servers keep the base weights and apply the adapters on top.
 
-    The folder also has checksums, with which a server verifies the adapters that it has read. An SGLang server does so
-    only if the run started it.
+    The folder also has checksums, which servers compare with what they read. SGLang does so only if the run started it.
     """
 
     def __init__(
-        self,
-        receiver: WeightReceiver | None,
-        *,
-        folder: Path,
-        arch: Architecture,
-        lora: LoraConfig,
-        model_folder: str,
-        timeout_s: float = 600.0,
+        self, receiver: WeightReceiver | None, *, arch: Architecture, lora: LoraConfig, **options: Any
     ) -> None:
-        super().__init__(receiver, folder=folder, model_folder=model_folder, timeout_s=timeout_s)
+        """options: those of DiskPublisher."""
+        super().__init__(receiver, **options)
         self.arch, self.lora = arch, lora
 
     def _forms(self) -> list[ChecksumForm]:
@@ -678,9 +656,7 @@ class AdapterPublisher(DiskPublisher):
     def _load(self, target: Path, version: int) -> dict[str, Future[None]]:
         return self.receiver.load_adapters(target, version)
 
-    def _written(self, tensors: Tensors, dtype: torch.dtype, version: int) -> Path:
-        target = self.folder / f"version-{version}"
+    def _write(self, target: Path, tensors: Tensors, dtype: torch.dtype) -> None:
         named = {name: tensor.cpu() for name, tensor in tensors}  # copied one by one, so none stays on the device
         write_peft_folder(target, named, self.arch, self.lora, self.model_folder)
         write_sums(target, {PEFT_PREFIX + name: sum_of(tensor) for name, tensor in named.items()})
-        return target

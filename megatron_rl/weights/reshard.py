@@ -39,14 +39,6 @@ def rules_of(model: nn.Module, arch: Architecture) -> Iterator[Entry]:
         yield parameter, rule_for(*place_of(name, model), arch)
 
 
-def adapter_rules_of(model: nn.Module, arch: Architecture, lora: LoraConfig) -> Iterator[Entry]:
-    """Yield (tensor, rule) for each adapter parameter of a model chunk."""
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            matrix, part = matrix_of(name)
-            yield parameter, adapter_rule(rule_for(*place_of(matrix, model), arch), part, lora)
-
-
 def place_of(name: str, model: nn.Module) -> tuple[str, int | None]:
     """Return (name within the layer, the layer's global number from 0), or (name, None) for parameters of no layer."""
     if match := _LAYER.fullmatch(name):
@@ -56,40 +48,39 @@ def place_of(name: str, model: nn.Module) -> tuple[str, int | None]:
 
 
 def _all_rules(chunks: list[Any], arch: Architecture, lora: LoraConfig | None) -> Iterator[Entry]:
-    """Yield the entries of all chunks: those of the model's parameters, or with `lora` those of the adapters."""
-    return itertools.chain.from_iterable(
-        rules_of(chunk, arch) if lora is None else adapter_rules_of(chunk, arch, lora) for chunk in chunks
-    )
+    """Yield (tensor, rule) for each parameter of all chunks except adapters, or with `lora` for each adapter's."""
+    for chunk in chunks:
+        if lora is None:
+            yield from rules_of(chunk, arch)
+            continue
+        for name, parameter in chunk.named_parameters():
+            if is_adapter(name):
+                matrix, part = matrix_of(name)
+                yield parameter, adapter_rule(rule_for(*place_of(matrix, chunk), arch), part, lora)
 
 
 @torch.no_grad()
 def load_shards(
-    chunks: list[Any],
-    source: WeightSource,
-    arch: Architecture,
-    groups: ParallelGroups,
-    lora: LoraConfig | None = None,
+    chunks: list[Any], source: WeightSource, arch: Architecture, groups: ParallelGroups, lora: LoraConfig | None = None
 ) -> None:
     """Load this rank's slices from the source into its model chunks, or with `lora` into their adapters.
 
-    Collective: every rank calls it. A rank reads only its own shard. Ranks that hold the same shard read different
-    parameters of it in parallel, and broadcast them to each other.
+    Collective: every rank calls it. Ranks that hold the same shard read different parameters of it in parallel, and
+    broadcast them to each other.
     """
 
     def order(entry: tuple[Tensor, Rule]) -> tuple[bool, int]:
         return entry[1].expert is not None, -entry[0].numel()  # so that ranks reading in parallel read equally much
 
-    for is_expert, kind in itertools.groupby(
-        sorted(_all_rules(chunks, arch, lora), key=order), key=lambda e: order(e)[0]
-    ):
+    entries = sorted(_all_rules(chunks, arch, lora), key=order)
+    for is_expert, kind in itertools.groupby(entries, key=lambda entry: order(entry)[0]):
         replica = groups.expert_data if is_expert else groups.data_context
         while turn := list(itertools.islice(kind, replica.size)):
             for reader, (parameter, rule) in enumerate(turn):
                 if not isinstance(parameter, nn.Parameter):  # a router's bias: float32 whatever the model's dtype
                     parameter.data = parameter.float()
                 if reader == replica.rank:
-                    axis = _split_axis(rule, groups)
-                    first_expert = _first_expert(groups.expert.rank, arch, groups)
+                    axis, first_expert = _split_axis(rule, groups), _first_expert(groups.expert.rank, arch, groups)
                     shape = tuple(parameter.shape)
                     parameter.copy_(rule.load(source, shape, axis.rank, axis.size, arch, first_expert))
             for reader, (parameter, _) in enumerate(turn if replica.size > 1 else ()):
@@ -105,11 +96,11 @@ class HFExport:
         export = HFExport(model_chunks, arch, groups)
         publisher.publish(export.specs, export.stream(), version=7)
 
-    chunks: [] on ranks whose pipeline stage has nothing to export. device: device of tensors that arrive from other
-    stages; by default that of the chunks' parameters.
-    lora: if given, the adapters are exported instead of the model. shard_of: maps a parameter to the tensor that is
-    sent, for example the parameter with its adapter merged. whole: function that yields further tensors, which every
-    rank has whole. They follow those of the first stage.
+    chunks: [] on ranks whose pipeline stage has nothing to export.
+    lora: if given, the adapters are exported instead of the model.
+    shard_of: maps a parameter to the tensor that is sent, for example the parameter with its adapter merged.
+    whole: yields further tensors, which every rank has whole. They follow those of the first stage.
+    device: device of tensors that arrive from other stages. None: that of the chunks' parameters.
     """
 
     def __init__(
@@ -163,8 +154,7 @@ class HFExport:
         """Yield every full HF tensor on global rank 0, in the order of `specs`. Other ranks only contribute shards.
 
         Each tensor is joined over the tensor axis, sent from its pipeline stage's head to rank 0, and released. Experts
-        are joined over the expert-tensor axis and sent to their stage's head first. Replicas beyond the first send
-        nothing.
+        are first joined over the expert-tensor axis and sent to their stage's head.
         """
         return ((name, tensor) for name, tensor in self.stream_in_step() if tensor is not None)
 
@@ -181,7 +171,7 @@ class HFExport:
 
     @torch.no_grad()
     def stream_in_step(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Yield the same as `stream`. Ranks other than 0 yield None for each tensor, after doing their part of it.
+        """Like `stream`, but ranks other than 0 yield None for each tensor, after they have contributed to it.
 
         So all ranks are at the same place in the stream and can run other collectives between two tensors.
         """
@@ -226,8 +216,7 @@ class HFExport:
         groups = self.groups
         axis, is_first_replica = groups.expert, groups.expert_data.rank == 0
         for rank in range(axis.size):
-            shards: list[Any] = []
-            """For each rank of the expert-tensor axis, its shards of the batch's experts."""
+            shards: list[Any] = []  # for each rank of the expert-tensor axis, its shards of the batch's experts
             if is_first_replica and rank == axis.rank:
                 own = [self.shard_of(parameter) for parameter, _ in batch]
                 stays = rank == 0 and groups.expert_tensor.size == 1
@@ -267,7 +256,7 @@ def _is_stage_head(groups: ParallelGroups) -> bool:
 def _batches(plan: list[Entry]) -> Iterator[list[Entry]]:
     """Divide the plan into batches to gather at once: a layer's experts of one kind together, the rest one by one.
 
-    Experts stacked in one HF tensor form one batch. Otherwise a batch has at most EXPERTS_BYTES.
+    A batch has at most EXPERTS_BYTES, unless one HF tensor stacks its experts.
     """
     batch: list[Entry] = []
     for parameter, rule in plan:

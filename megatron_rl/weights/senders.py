@@ -19,7 +19,7 @@ from megatron_rl.weights.update_group import LOOK_S, TensorSpec, join_update_gro
 logger = logging.getLogger(__name__)
 
 ANSWERED = ("listen", "settle", "sums")
-"""Orders of rank 0 that the other senders answer."""
+"""Orders from rank 0 that the other senders answer."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class StageHeads:
     """The senders of a pipelined model: the first rank of each stage."""
 
     heads: Axis | None
-    """Axis of the stage heads; None on other ranks. Its group uses gloo, so that orders never wait for a GPU kernel."""
+    """Axis of the stage heads, with a gloo group, so that orders never wait for a GPU kernel. None on other ranks."""
     specs: Sequence[list[TensorSpec]]
     """HF tensors of each stage, in stream order."""
     own_stage: int
@@ -46,11 +46,10 @@ class Sender:
         self.backend, self.timeout_s = backend, timeout_s
         self.group: dist.ProcessGroup | None = None
         self.on_wire: list[dist.Work] = []
-        """Broadcasts in flight. Keep no other reference to them, such as in a traceback's frames: gloo aborts the
-        process, or hangs, if a broadcast outlives its group."""
+        """Broadcasts in flight. Keep no other reference to them, not even in a traceback: gloo aborts the process, or
+        hangs, if a broadcast outlives its group."""
         self._is_connected = False
-        self._is_whole = True
-        """True if all pieces of the last round were put on the wire."""
+        self._is_whole = True  # all pieces of the last round were put on the wire
 
     def join(self, listener: socket.socket, name: str, world_size: int, is_hopeless: Callable[[], bool]) -> None:
         """Form the group, with its store on `listener`. Raises TimeoutError once `is_hopeless()` returns True."""
@@ -68,11 +67,7 @@ class Sender:
         self._is_whole = is_sent
 
     def _send(self, piece: Tensor, is_hopeless: Callable[[], bool]) -> bool:
-        """Start a broadcast. Return False if the group is broken, or once `is_hopeless()` returns True.
-
-        NCCL connects in a group's first broadcast, which blocks until all servers take part. So the first broadcast
-        runs in a thread.
-        """
+        """Start a broadcast. Return False if the group is broken, or once `is_hopeless()` returns True."""
         sending: Future[dist.Work] = Future()
         group = self.group
 
@@ -84,8 +79,8 @@ class Sender:
 
         if self._is_connected:
             send()
-        else:
-            threading.Thread(target=send, daemon=True).start()  # it cannot be interrupted
+        else:  # NCCL connects in a group's first broadcast, which blocks until all servers take part
+            threading.Thread(target=send, daemon=True).start()
         while not wait([sending], LOOK_S).done:
             if is_hopeless():
                 return False

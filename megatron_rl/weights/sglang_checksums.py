@@ -2,7 +2,7 @@
 
 SGLang hashes the tensors that each tensor-parallel rank keeps: q, k and v as one tensor, gate and up as one, and an
 embedding with padded rows. On a CPU the hash is SHA-256. On a GPU it is SGLang's kernel `gpu_tensor_hash`, which
-`ops.tile_hashes` reproduces. SGLang keeps all experts of a layer as two tensors, which are hashed slice by slice as
+`ops.tile_hashes` reproduces. SGLang keeps all experts of a layer as two tensors. These are hashed slice by slice, as
 their experts arrive.
 
 Only tensors that can be compared are hashed. Tensors that SGLang stores in other ways are skipped. With several ranks,
@@ -15,7 +15,7 @@ import hashlib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,15 +38,15 @@ MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 """Mixtral's names of an expert's parts -> the usual HF names."""
 
 
-@dataclass(frozen=True)
-class Piece:
-    """One rank's part of an expert's matrix, and its place in the tensor that holds all experts of the rank."""
+class Piece(NamedTuple):
+    """One rank's part of an expert's matrix: piece `number` of the tensor that holds all experts of the rank.
+
+    That tensor, called `name` in SGLang, has `count` pieces of equal size, stacked by rows.
+    """
 
     name: str
-    """SGLang's name of the tensor with all experts of the rank."""
     number: int
     count: int
-    """Number of pieces in that tensor. Pieces have equal size and are stacked by rows, this one at place `number`."""
     part: Tensor
 
 
@@ -55,13 +55,10 @@ class SGLangChecksums:
 
     def __init__(self, form: ChecksumForm) -> None:
         self.form = form
-        self._parts: dict[str, dict[str, Tensor]] = {}
-        """HF parts of tensors that SGLang fuses, kept until the last part is added."""
+        # Parts of fused tensors, and of expert tensors that cannot be hashed in slices, kept until all are added.
+        self._parts: dict[str, dict[str | int, Tensor]] = {}
         self._hashes: dict[str, str] = {}
-        self._pieces: dict[str, dict[int, Tensor]] = {}
-        """Pieces of expert tensors that cannot be hashed in slices, kept until all have been added."""
-        self._sums: list[tuple[list[str], Tensor]] = []
-        """For each launch of `tile_hashes`: tensor names, and the sum of each tensor or slice."""
+        self._sums: list[tuple[list[str], Tensor]] = []  # per kernel launch: names, and sums of tensors or slices
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         """Hash all tensors and slices that are now complete. Does not synchronise with a GPU; `of` does."""
@@ -75,8 +72,8 @@ class SGLangChecksums:
                     if self.form.kind == "sglang_gpu" and size % HASH_TILE_BYTES == 0:
                         kept.append((piece.name, [piece.part]))
                         slices.append((piece.number * size, piece.count * size))
-                    elif whole := self._complete(piece):
-                        kept.append((piece.name, whole))
+                    elif parts := self._completed(piece.name, piece.number, piece.part, piece.count):
+                        kept.append((piece.name, [torch.cat([parts[number] for number in range(piece.count)])]))
                         slices.append((0, piece.count * size))
                 continue
             for whole_name, parts in self._whole(name, tensor):
@@ -104,14 +101,11 @@ class SGLangChecksums:
             count = form.experts // form.expert_ranks * len(parts)
             yield Piece(name, place * len(parts) + parts.index(leaf), count, part)
 
-    def _complete(self, piece: Piece) -> list[Tensor]:
-        """Store a piece. If it was the last of its tensor, return a list with the whole tensor, else an empty list."""
-        found = self._pieces.setdefault(piece.name, {})
-        found[piece.number] = piece.part
-        if len(found) < piece.count:
-            return []
-        del self._pieces[piece.name]
-        return [torch.cat([found[number] for number in range(piece.count)])]
+    def _completed(self, name: str, number: str | int, part: Tensor, count: int) -> dict[str | int, Tensor]:
+        """Store a part of a tensor. If it was the last of `count`, return all by number, else an empty dict."""
+        found = self._parts.setdefault(name, {})
+        found[number] = part
+        return self._parts.pop(name) if len(found) == count else {}
 
     def _whole(self, name: str, tensor: Tensor) -> Iterator[tuple[str, dict[str, Tensor]]]:
         """Yield SGLang's name and HF parts of the tensor that this one completes, or nothing if parts are missing."""
@@ -123,10 +117,7 @@ class SGLangChecksums:
             if last in parts:
                 key = f"{parent}.{whole}.{leaf}"
                 # No copy: the parts come from one Megatron parameter, so the others follow at once.
-                found = self._parts.setdefault(key, {})
-                found[last] = tensor
-                if len(found) == len(parts):
-                    del self._parts[key]
+                if found := self._completed(key, last, tensor, len(parts)):
                     yield key, {part: found[part] for part in parts}
                 return
         yield name, {last: tensor}

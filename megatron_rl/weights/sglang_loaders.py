@@ -1,7 +1,7 @@
 """Weight loaders that an unmodified SGLang server calls in its own processes, and the messages sent to them.
 
 The loaders use SGLang's own hook. A server started with `--custom-weight-loader FUNCTION` calls that function for
-`/update_weights_from_tensor` requests whose load_format is the function's name.
+`/update_weights_from_tensor` requests whose load_format is the function's name. SGLang calls it on every rank.
 
 `load_changes` applies changes to the weights that the server holds. SGLang fuses tensors and shards them over ranks, so
 the model's own `load_weights` decides where numbers go. That method gets tensors of changes instead of weights. Each
@@ -57,10 +57,7 @@ def pickled_round(buckets: list[dict[str, Any]]) -> str:
 
 
 def load_changes(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Apply a packed body of changes to a model's weights. named_tensors: this rank's part of the body.
-
-    Collective: SGLang calls it on every rank.
-    """
+    """Apply a packed body of changes to a model's weights. named_tensors: this rank's part of the body."""
     ((_, part),) = named_tensors
     parts = [part]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -89,10 +86,7 @@ def _tensors_of_changes(runs: list[Run], is_added: bool, device: torch.device) -
 
 
 def load_round(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Receive buckets from several groups at once and load them in turn.
-
-    Collective: SGLang calls it on every rank.
-    """
+    """Receive buckets from several groups at once and load them in turn."""
     ((told, empty),) = named_tensors
     groups = {str(name): group for group, name in c10d._world.pg_names.items()}
     arriving = []
@@ -117,7 +111,7 @@ def load_round(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 def load_folder(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     """Load all tensors of a folder. named_tensors: one pair, whose name is the folder's path; its tensor is not used.
 
-    SGLang calls it on every rank. Raises FileNotFoundError if the folder has no tensors.
+    Raises FileNotFoundError if the folder has no tensors.
     """
     ((folder, _),) = named_tensors
     files = sorted(Path(folder).glob("*.safetensors"))

@@ -1,8 +1,8 @@
 """Buckets of weights in memory shared by trainer and servers of one host: CUDA IPC on a GPU, /dev/shm on a CPU.
 
 The trainer creates a bucket, fills it and keeps it until every server has read it. A server maps the same memory by the
-bucket's handle. The handle is plain JSON, so the embedded server never unpickles data from the network. SGLang needs a
-pickle instead, from which it rebuilds the tensor (in the format of SGLang 0.5.19 and 0.5.21).
+bucket's handle, which is plain JSON: the embedded server never unpickles data from the network. SGLang instead rebuilds
+the tensor from a pickle (in the format of SGLang 0.5.19 and 0.5.21).
 """
 
 from __future__ import annotations
@@ -39,16 +39,13 @@ REMEDY = (
 class SharedBucket:
     """A bucket in shared memory; `flat` is `[nbytes]` uint8. Raises RuntimeError if memory is insufficient.
 
-    For example:
-
-        bucket = SharedBucket(1024, torch.device("cpu"))
-        bucket.flat.fill_(7)
-        open_bucket(bucket.handle(), 1024)  # in another process: 1024 sevens, and nothing was copied
+    bucket = SharedBucket(1024, torch.device("cpu"))
+    bucket.flat.fill_(7)
+    open_bucket(bucket.handle(), 1024)  # in another process: 1024 sevens, and nothing was copied
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.file: Path | None = None
-        """The bucket's file in /dev/shm; None on a GPU."""
+        self.file: Path | None = None  # in /dev/shm; None on a GPU
         if device.type == "cuda":
             torch.cuda.ipc_collect()  # frees earlier buckets that readers have released
             with without_expandable_segments():
@@ -107,8 +104,8 @@ class SharedBucket:
 def without_expandable_segments() -> Iterator[None]:
     """Allocate memory in this block that other processes can open, even if PYTORCH_ALLOC_CONF says expandable_segments.
 
-    A handle of an expandable segment is a file descriptor, which the reader would have to take out of this process
-    (pidfd_getfd). Containers, and kernels with Yama's default, do not permit this.
+    The handle of an expandable segment is a file descriptor. A reader would have to take it from this process
+    (pidfd_getfd), and containers, or kernels with Yama's default, do not permit this.
     """
     settings = torch._C._accelerator_getAllocatorSettings()
     if not EXPANDABLE.search(settings):

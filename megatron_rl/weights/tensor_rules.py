@@ -138,46 +138,6 @@ class TransposedColumns(Columns):
         return [_joined(shards, dim=1).T]
 
 
-class FusedQKV:
-    """QKV projection whose rows are grouped by KV head: its query heads, key, value. Ranks hold equal runs of rows."""
-
-    split_dim: int | None = 0
-
-    def places(self, names: list[str], arch: Architecture) -> list[Place]:
-        return [(name, 0) for name in names]
-
-    def load(self, source, names, shape, rank, size, arch):
-        q_rows, kv_rows = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
-        group_rows = q_rows + 2 * kv_rows
-        start, stop = rank * shape[0], (rank + 1) * shape[0]
-        # With fewer KV heads than ranks, a rank's rows may begin and end within a group. Groups are read whole and
-        # trimmed at the end.
-        first, last = start // group_rows, (stop - 1) // group_rows + 1
-        parts = []
-        for group in range(first, last):
-            for (name, begin), rows in zip(self.places(names, arch), (q_rows, kv_rows, kv_rows), strict=True):
-                parts.append(source.read(name, 0, begin + group * rows, begin + (group + 1) * rows))
-        return torch.cat(parts)[start - first * group_rows : stop - first * group_rows]
-
-    def export(self, shards, arch):
-        q_rows, kv_rows = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
-        whole = _joined(shards)
-        # `shape[1:]` is empty for a bias. HF separates all query heads, all keys and all values.
-        groups = whole.view(arch.kv_heads, q_rows + 2 * kv_rows, *whole.shape[1:])
-        return [part.reshape(-1, *whole.shape[1:]) for part in groups.split([q_rows, kv_rows, kv_rows], dim=1)]
-
-
-class OneQKV(FusedQKV):
-    """`FusedQKV` for files that have [all queries; all keys; all values] in one tensor."""
-
-    def places(self, names, arch):
-        queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-        return [(names[0], 0), (names[0], queries), (names[0], queries + keys)]
-
-    def export(self, shards, arch):
-        return [torch.cat(super().export(shards, arch))]
-
-
 class Part(NamedTuple):
     """Rows of one HF tensor that belong to a group of heads.
 
@@ -192,7 +152,7 @@ class Part(NamedTuple):
 
 
 class HeadGroups:
-    """Layout whose rows are ordered by group of heads, then as in `parts`. All ranks hold equally many groups.
+    """Layout whose rows are ordered by group of heads, then as in `parts`. Ranks hold equal runs of rows.
 
     parts: function from an architecture to the number of groups and the parts of a group. Over all groups, the parts
     cover all rows of the HF tensors.
@@ -204,26 +164,37 @@ class HeadGroups:
         self.parts = parts
 
     def load(self, source, names, shape, rank, size, arch):
-        groups, parts = self.parts(arch)
-        own = range(rank * groups // size, (rank + 1) * groups // size)
-        first = [(group, part, part.start + group * part.stride) for group in own for part in parts]
-        return torch.cat([source.read(names[part.tensor], 0, start, start + part.rows) for _, part, start in first])
+        parts = self.parts(arch)[1]
+        group_rows = sum(part.rows for part in parts)
+        start, stop = rank * shape[0], (rank + 1) * shape[0]
+        # With fewer groups than ranks, a rank's rows may begin and end within a group. Groups are read whole and
+        # trimmed at the end.
+        first, last = start // group_rows, (stop - 1) // group_rows + 1
+        begins = [(part, part.start + group * part.stride) for group in range(first, last) for part in parts]
+        rows = torch.cat([source.read(names[part.tensor], 0, begin, begin + part.rows) for part, begin in begins])
+        return rows[start - first * group_rows : stop - first * group_rows]
 
     def export(self, shards, arch):
         groups, parts = self.parts(arch)
         whole = _joined(shards)
-        whole = whole.view(groups, -1, *whole.shape[1:])
-        each = whole.split([part.rows for part in parts], dim=1)
+        # [groups, rows of a group, ...], divided into parts. There are no further dimensions for a bias.
+        each = whole.view(groups, -1, *whole.shape[1:]).split([part.rows for part in parts], dim=1)
         tensors = []
         for number in range(max(part.tensor for part in parts) + 1):
             own = [(part, rows) for part, rows in zip(parts, each, strict=True) if part.tensor == number]
-            tensor = whole.new_empty(groups * sum(part.rows for part, _ in own), *whole.shape[2:])
+            tensor = whole.new_empty(groups * sum(part.rows for part, _ in own), *whole.shape[1:])
             for part, rows in own:
-                for group in range(groups):
-                    start = part.start + group * part.stride
-                    tensor[start : start + part.rows] = rows[group]
+                # A view of the part's rows in all groups, in the shape of `rows`.
+                view = tensor[part.start :].unfold(0, part.rows, part.stride)[:groups].movedim(-1, 1)
+                view.copy_(rows)
             tensors.append(tensor)
         return tensors
+
+
+def query_key_value(arch: Architecture) -> tuple[int, list[Part]]:
+    """Return the parts of each KV group for attention: its query heads, key and value, from a tensor each."""
+    queries, width = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
+    return arch.kv_heads, [Part(0, 0, queries, queries), Part(1, 0, width, width), Part(2, 0, width, width)]
 
 
 @dataclass(frozen=True)
@@ -250,13 +221,14 @@ class Rule:
 
     In an expert's rule `{}` stands for the expert's number: local to this rank in the Megatron name, global in the HF
     names. HF names have no `{}` if one tensor stacks all experts of a layer.
+
+    expert: number of the parameter's expert on this rank; None if it belongs to no expert.
     """
 
     megatron: str
     hf: dict[str, str]
-    layout: Replicated | VocabRows | Rows | Columns | GateUp | FusedQKV | HeadGroups
+    layout: Replicated | VocabRows | Rows | Columns | GateUp | HeadGroups
     expert: int | None = None
-    """Number of the parameter's expert on this rank; None if it belongs to no expert."""
 
     def names(self, first_expert: int = 0) -> list[str]:
         """Return the HF names. first_expert: global number of the rank's first expert."""
@@ -277,7 +249,6 @@ class Rule:
         return self.layout.load(source, self.names(first_expert), shape, rank, size, arch)
 
 
-# Rules for the parts of a layer.
 # HF names the norm before the feed-forward after the block it follows: `post_attention_layernorm`. Gemma has norms in
 # both places, and there this name means the norm directly after attention.
 NORMS = (
@@ -298,7 +269,7 @@ ATTENTION = (
             "self_attn.k_proj.weight": "key hidden",
             "self_attn.v_proj.weight": "key hidden",
         },
-        FusedQKV(),
+        HeadGroups(query_key_value),
     ),
     Rule("self_attention.linear_proj.weight", {"self_attn.o_proj.weight": "hidden query"}, Columns()),
 )
@@ -310,7 +281,7 @@ QKV_BIAS = (
             "self_attn.k_proj.bias": "key_bias",
             "self_attn.v_proj.bias": "key_bias",
         },
-        FusedQKV(),
+        HeadGroups(query_key_value),
     ),
 )
 QK_NORM = (  # all heads share one weight vector of a head's width
@@ -321,52 +292,30 @@ WIDE_QK_NORM = (  # one weight vector over all heads: each rank holds the part o
     Rule("self_attention.q_layernorm.weight", {"self_attn.q_norm.weight": "query"}, Rows()),
     Rule("self_attention.k_layernorm.weight", {"self_attn.k_norm.weight": "key"}, Rows()),
 )
-DENSE = (
-    Rule(
-        "mlp.linear_fc1.weight",
-        {"mlp.gate_proj.weight": "ffn hidden", "mlp.up_proj.weight": "ffn hidden"},
-        GateUp(),
-    ),
-    Rule("mlp.linear_fc2.weight", {"mlp.down_proj.weight": "hidden ffn"}, Columns()),
-)
+
+
+def feed_forward(
+    megatron: str, hf: str, width: str, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+) -> tuple[Rule, Rule]:
+    """Return the rules for a gated feed-forward. megatron, hf: prefixes of names. width: word for the inner width."""
+    gate, up, down = (f"{hf}.{part}.weight" for part in parts)
+    return (
+        Rule(f"{megatron}.linear_fc1.weight", {gate: f"{width} hidden", up: f"{width} hidden"}, GateUp()),
+        Rule(f"{megatron}.linear_fc2.weight", {down: f"hidden {width}"}, Columns()),
+    )
+
+
+DENSE = feed_forward("mlp", "mlp", "ffn")
+_EXPERT = "mlp.experts.local_experts.{}"
 EXPERTS = (  # HF's `mlp.gate` is the router; `gate_proj` is a part of each expert
     Rule("mlp.router.weight", {"mlp.gate.weight": "experts hidden"}, Replicated()),
-    Rule(
-        "mlp.experts.local_experts.{}.linear_fc1.weight",
-        {"mlp.experts.{}.gate_proj.weight": "expert hidden", "mlp.experts.{}.up_proj.weight": "expert hidden"},
-        GateUp(),
-    ),
-    Rule(
-        "mlp.experts.local_experts.{}.linear_fc2.weight",
-        {"mlp.experts.{}.down_proj.weight": "hidden expert"},
-        Columns(),
-    ),
+    *feed_forward(_EXPERT, "mlp.experts.{}", "expert"),
 )
-SHARED_EXPERTS = (
-    Rule(
-        "mlp.shared_experts.linear_fc1.weight",
-        {"mlp.shared_experts.gate_proj.weight": "shared hidden", "mlp.shared_experts.up_proj.weight": "shared hidden"},
-        GateUp(),
-    ),
-    Rule("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_experts.down_proj.weight": "hidden shared"}, Columns()),
-)
-# A buffer in Megatron, always float32, because it receives no gradient. reshard.py handles it like a parameter.
-EXPERT_BIAS = "mlp.router.expert_bias"
-"""Megatron's name of the bias that selects experts. It is a buffer, not a parameter."""
-ROUTER_BIAS = (Rule(EXPERT_BIAS, {"mlp.gate.e_score_correction_bias": "experts"}, Replicated()),)
-MIXTRAL_EXPERTS = (  # w1: gate, w3: up, w2: down
+SHARED_EXPERTS = feed_forward("mlp.shared_experts", "mlp.shared_experts", "shared")
+MIXTRAL_EXPERTS = (
     Rule("mlp.router.weight", {"block_sparse_moe.gate.weight": "experts hidden"}, Replicated()),
-    Rule(
-        "mlp.experts.local_experts.{}.linear_fc1.weight",
-        {
-            "block_sparse_moe.experts.{}.w1.weight": "expert hidden",
-            "block_sparse_moe.experts.{}.w3.weight": "expert hidden",
-        },
-        GateUp(),
-    ),
-    Rule(
-        "mlp.experts.local_experts.{}.linear_fc2.weight",
-        {"block_sparse_moe.experts.{}.w2.weight": "hidden expert"},
-        Columns(),
-    ),
+    *feed_forward(_EXPERT, "block_sparse_moe.experts.{}", "expert", ("w1", "w3", "w2")),
 )
+EXPERT_BIAS = "mlp.router.expert_bias"
+"""Megatron's name of the bias that selects experts: a float32 buffer without gradient, exported like a parameter."""
+ROUTER_BIAS = (Rule(EXPERT_BIAS, {"mlp.gate.e_score_correction_bias": "experts"}, Replicated()),)

@@ -1,8 +1,7 @@
 """The process group that sends new weights to the rollout servers, a bucket's byte layout, and a tensor's checksum.
 
-The trainer is the group's rank 0. Trainer and servers both import this file, so the two ends cannot disagree. Group and
-bucket are compatible with SGLang's `init_custom_process_group` and `flattened_bucket` (0.5.23), so a real SGLang server
-may join too.
+Trainer and servers both import this file, so the two ends cannot disagree. Group and bucket are compatible with
+SGLang's `init_custom_process_group` and `flattened_bucket` (0.5.23), so a real SGLang server may join too.
 """
 
 import contextlib
@@ -11,10 +10,11 @@ import math
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,8 +30,8 @@ _environment = threading.Lock()
 CONNECT_S = 30.0
 """Timeout in seconds for gloo's connections between the ranks, once all have reached the store."""
 WIRE_THREADS = 4
-"""Gloo's threads for each network interface, that is broadcasts in flight. Each waits for its receivers to be ready, so
-with gloo's usual two threads the wire is idle between tensors."""
+"""Gloo's threads for each network interface, each of which handles one broadcast. With gloo's usual two, the wire is
+idle between tensors, because a broadcast first waits for its receivers."""
 
 
 def join_update_group(
@@ -48,13 +48,11 @@ def join_update_group(
 ) -> dist.ProcessGroup:
     """Join the group `name`. Blocks until all `world_size` ranks have joined, and raises after `timeout_s`.
 
-    Rank 0 hosts the TCP store, which listens only on `address:port`. A default process group is not needed and is never
-    replaced. `timeout_s` also applies to every later collective of the group.
+    Rank 0, the trainer, hosts the TCP store, which listens only on `address:port`. A default process group is not
+    needed and is never replaced. `timeout_s` also applies to every later collective of the group.
 
-    listener: rank 0 only; a socket that already listens at `address:port`, which this function takes over. None opens
-    one.
-    is_hopeless: polled on rank 0. It returns True if some rank will not join. Then rank 0 raises TimeoutError at once,
-    and the other ranks stop waiting too.
+    listener: rank 0's socket, already listening at `address:port`, which this function takes over. None opens one.
+    is_hopeless: polled on rank 0. Once it returns True, rank 0 raises TimeoutError and the other ranks stop waiting.
     """
     if not 0 <= rank < world_size:
         raise ValueError(f"update group {name}: rank = {rank} must lie in [0, world_size = {world_size})")
@@ -125,10 +123,10 @@ def _hosted_store(
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Create NCCL groups in this block without torch's watchdog.
+    """Create NCCL groups in this block without torch's watchdog, which ends the process if a server dies.
 
-    The watchdog ends the process if a collective fails or times out, as when a server dies. Without it, the caller that
-    waits for the collective gets the error. torch reads the environment variable when a group is created.
+    Without it, the caller that waits for the collective gets the error. torch reads the environment variable when a
+    group is created.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _environment:
@@ -156,11 +154,9 @@ def leave_update_group(group: dist.ProcessGroup) -> None:
 class TensorSpec:
     """Name, dtype and shape of one tensor in a bucket.
 
-    For example:
-
-        specs = [TensorSpec("model.norm.weight", torch.bfloat16, (2048,)), ...]
-        flat = torch.empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8)
-        norm, *others = unpack_bucket(flat, specs)  # views: what is written to them is in the bucket
+    specs = [TensorSpec("model.norm.weight", torch.bfloat16, (2048,)), ...]
+    flat = torch.empty(bytes_of(specs), dtype=torch.uint8)
+    norm, *others = unpack_bucket(flat, specs)  # views: what is written to them is in the bucket
     """
 
     name: str
@@ -171,13 +167,37 @@ class TensorSpec:
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+
+def bytes_of(specs: Sequence[TensorSpec]) -> int:
+    return sum(spec.nbytes for spec in specs)
+
+
+def described(specs: Sequence[TensorSpec]) -> dict[str, Any]:
+    """Return the fields of a request that announces a bucket of these tensors."""
+    return {
+        "names": [spec.name for spec in specs],
+        "dtypes": [spec.dtype_name for spec in specs],
+        "shapes": [list(spec.shape) for spec in specs],
+    }
+
 
 def unpack_bucket(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
     """Return views into `flat` (uint8), one per spec, in order, for filling or reading a bucket.
 
     Raises ValueError if the sizes differ, or if an offset is not a multiple of its tensor's item size.
     """
-    offsets = _check_offsets([(spec.name, spec.dtype, spec.nbytes) for spec in specs])
+    offsets = [0]
+    for spec in specs:
+        if offsets[-1] % spec.dtype.itemsize:
+            raise ValueError(
+                f"bucket: {spec.name} ({spec.dtype}) starts at byte {offsets[-1]}, which must be a multiple of "
+                f"{spec.dtype.itemsize}. Order the tensors by falling item size, or give each dtype its own bucket."
+            )
+        offsets.append(offsets[-1] + spec.nbytes)
     if flat.dtype != torch.uint8 or flat.numel() != offsets[-1]:
         raise ValueError(
             f"bucket: {flat.numel()} items of {flat.dtype}, but its {len(specs)} tensors need {offsets[-1]} bytes of "
@@ -187,18 +207,6 @@ def unpack_bucket(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
         flat[start : start + spec.nbytes].view(spec.dtype).view(spec.shape)
         for start, spec in zip(offsets[:-1], specs, strict=True)
     ]
-
-
-def _check_offsets(parts: Iterable[tuple[str, torch.dtype, int]]) -> list[int]:
-    offsets = [0]
-    for name, dtype, nbytes in parts:
-        if offsets[-1] % dtype.itemsize:
-            raise ValueError(
-                f"bucket: {name} ({dtype}) starts at byte {offsets[-1]}, which must be a multiple of {dtype.itemsize}. "
-                "Order the tensors by falling item size, or give each dtype its own bucket."
-            )
-        offsets.append(offsets[-1] + nbytes)
-    return offsets
 
 
 def digest(sums: Tensor, nbytes: int) -> str:

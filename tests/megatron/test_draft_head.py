@@ -306,7 +306,7 @@ def test_a_publication_ends_each_stage_with_its_tensors_and_has_the_head_once(mo
 def test_what_has_no_head_is_refused_by_name(models, tmp_path):
     make_model("gemma3", tmp_path / "gemma3", layers=2)
     with pytest.raises(ValueError, match="draft.kind = 'eagle': .*qwen3_moe, not gemma3; set draft.kind=none"):
-        check_draft(read_architecture(tmp_path / "gemma3"))
+        check_draft(read_architecture(tmp_path / "gemma3"), "eagle")
     with pytest.raises(ValueError, match="draft.kind = 'eagle': a reward model generates no tokens"):
         make_engine(models / TIED, ParallelConfig(), draft=EAGLE, head="value")
     with pytest.raises(ValueError, match="draft.kind = 'eagle': FSDPEngine trains no draft head; use MegatronEngine"):

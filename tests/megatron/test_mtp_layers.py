@@ -15,8 +15,9 @@ from megatron_rl.config import DraftConfig, EngineConfig, LoraConfig, ModelConfi
 from megatron_rl.engine.mtp_head import layer_config
 from megatron_rl.tools.convert import convert_folder
 from megatron_rl.weights.architecture import read_architecture
+from megatron_rl.weights.draft_files import check_draft
 from megatron_rl.weights.mapping import mtp_names
-from megatron_rl.weights.mtp_layers import check_mtp, mtp_source
+from megatron_rl.weights.mtp_layers import mtp_source
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_groups, make_model
 from tests.kit.mtp import add_mtp_layer, assert_same_bytes, in_shards, mtp_tensors
 from tests.kit.ranks import run_ranks
@@ -445,9 +446,9 @@ def test_a_version_on_a_disk_has_the_trained_layer(models, layout, tmp_path):
 def test_a_folder_without_a_layer_that_can_be_trained_is_refused_by_name(models, tmp_path):
     make_model("llama", tmp_path / "llama", layers=2)
     with pytest.raises(ValueError, match="draft.kind = 'mtp': llama has no multi-token-prediction layer, and deepseek"):
-        check_mtp(read_architecture(tmp_path / "llama"))
+        check_draft(read_architecture(tmp_path / "llama"), "mtp")
     with pytest.raises(ValueError, match="draft.kind = 'mtp': a reward model generates no tokens"):
-        check_mtp(read_architecture(models / "qwen3_5").with_head("value"))
+        check_draft(read_architecture(models / "qwen3_5").with_head("value"), "mtp")
     make_model("qwen3_5", tmp_path / "plain", layers=2)
     arch = read_architecture(tmp_path / "plain")
     with pytest.raises(ValueError, match=r"plain' has no multi-token-prediction layer \(mtp.fc.weight is missing\)"):

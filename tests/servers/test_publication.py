@@ -148,9 +148,9 @@ def test_a_folder_reaches_the_servers_with_the_same_checks(
     class Rotten(DiskPublisher):
         """Its disk gives back other bytes than were written."""
 
-        def _written(self, tensors, dtype, version):
-            super()._written(tensors, dtype, version)
-            return super()._written(rotten, dtype, version)
+        def _write(self, target, tensors, dtype):
+            super()._write(target, tensors, dtype)
+            super()._write(target, rotten, dtype)
 
     with pytest.raises(NoServerLeft, match="holds other weights than were sent: model.norm.weight"):
         Rotten(engine, folder=sent.parent, model_folder=str(tiny_model)).publish(specs_of(weights), weights.items(), 7)

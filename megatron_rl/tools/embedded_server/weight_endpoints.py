@@ -31,7 +31,7 @@ from megatron_rl.tools.embedded_server.bodies import BODIES
 from megatron_rl.tools.embedded_server.direct_updates import changes, shared_tensors
 from megatron_rl.tools.embedded_server.fields import MOST_LETTERS, field, integer, shown
 from megatron_rl.tools.embedded_server.responses import Handler, json_response, read_object, wait
-from megatron_rl.weights.adapter_rules import AdaptedMatrices, plain_matrices
+from megatron_rl.weights.adapter_rules import merged_matrices, plain_matrices
 from megatron_rl.weights.update_group import TensorSpec, join_update_group, leave_update_group, unpack_bucket
 
 INCOMPLETE = "incomplete"
@@ -278,7 +278,7 @@ class WeightEndpoints:
         return success(f"Unloaded adapter {name}.")
 
     def _merged(self, folder: str) -> Iterator[tuple[str, torch.Tensor]]:
-        return AdaptedMatrices(self.model_path, folder).merged(self.batcher.model.dtype)
+        return merged_matrices(self.model_path, folder, self.batcher.model.dtype)
 
     async def _write_matrices(
         self, folder: Any, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]

@@ -5,14 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_rl.weights.decoder import Latent
-from megatron_rl.weights.family import (
-    MTP_LAYER_BEHIND,
-    SIGMOID_DEMANDS,
-    Config,
-    Family,
-    check_groups,
-    sigmoid_mixture,
-)
+from megatron_rl.weights.family import MTP_LAYER_BEHIND, SIGMOID_DEMANDS, Config, Family, check_groups, sigmoid_mixture
 from megatron_rl.weights.tensor_rules import (
     DENSE,
     EXPERTS,

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.family import Family, rotary_share, windows_everywhere
-from megatron_rl.weights.tensor_rules import ATTENTION, NORMS, Columns, OneGateUp, OneQKV, Rule
+from megatron_rl.weights.tensor_rules import ATTENTION, NORMS, Columns, HeadGroups, OneGateUp, Part, Rule
+
+
+def joined(arch: Architecture) -> tuple[int, list[Part]]:
+    """Return the parts of each KV group in one tensor [all queries; all keys; all values]."""
+    groups, width = arch.kv_heads, arch.head_dim
+    queries = arch.heads // groups * width
+    starts = groups * queries, groups * (queries + width)
+    return groups, [Part(0, 0, queries, queries), *(Part(0, start, width, width) for start in starts)]
+
 
 JOINED_ATTENTION = (
-    Rule("self_attention.linear_qkv.weight", {"self_attn.qkv_proj.weight": "query_key_value hidden"}, OneQKV()),
+    Rule(
+        "self_attention.linear_qkv.weight", {"self_attn.qkv_proj.weight": "query_key_value hidden"}, HeadGroups(joined)
+    ),
     ATTENTION[1],
 )
 JOINED_DENSE = (

@@ -13,12 +13,12 @@ from megatron_rl.weights.tensor_rules import (
     NORMS,
     QK_NORM,
     Columns,
-    GateUp,
     HeadGroups,
     Part,
     Replicated,
     Rows,
     Rule,
+    feed_forward,
 )
 
 
@@ -83,12 +83,7 @@ PROJECTIONS = Rule(
     HeadGroups(_projections),
 )
 SHARED_EXPERT = (
-    Rule(
-        "mlp.shared_experts.linear_fc1.weight",
-        {"mlp.shared_expert.gate_proj.weight": "shared hidden", "mlp.shared_expert.up_proj.weight": "shared hidden"},
-        GateUp(),
-    ),
-    Rule("mlp.shared_experts.linear_fc2.weight", {"mlp.shared_expert.down_proj.weight": "hidden shared"}, Columns()),
+    *feed_forward("mlp.shared_experts", "mlp.shared_expert", "shared"),
     Rule("mlp.shared_experts.gate_weight", {"mlp.shared_expert_gate.weight": "one hidden"}, Replicated()),
 )
 

@@ -150,7 +150,7 @@ def test_a_gpu_hashes_experts_as_they_come(ffn):
     items = list(named.items())[::-1]
     for start in range(0, len(items), 5):  # buckets, which end anywhere
         found.add(items[start : start + 5])
-        assert ffn == 64 or not found._pieces, "nothing is kept"
+        assert ffn == 64 or not found._parts, "nothing is kept"
     both = [torch.cat([gate, up], dim=1), down]
     assert list(found.of().values()) == [gpu_hash(int(tile_hashes([[whole]]))) for whole in both[::-1]]
 
