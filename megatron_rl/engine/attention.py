@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_rl.engine import forks
 from megatron_rl.engine.context import Gathering
@@ -27,12 +28,12 @@ from megatron_rl.ops import fixed_order
 class PackedAttention(nn.Module):
     """Grouped-query causal attention. query `[R, heads, D]`, key and value `[R, kv_heads, D]` -> `[R, heads * D]`.
 
-    It applies the rotary embedding itself, because rows need not be in the order of their positions. `rope` is set
-    after building; None means that queries and keys arrive already rotated. Under context parallelism, keys and values
-    are gathered.
+    It applies the rotary embedding itself, because rows need not be in the order of their positions. Under context
+    parallelism, keys and values are gathered. The attributes below are set after building.
     """
 
     rope: Rope | None = None
+    """None if queries and keys arrive already rotated."""
     expand: Callable[[Tensor, PackedRows], tuple[Tensor, Tensor]] | None = None
     """Function that forms keys and values from the compressed keys of latent attention; None for other attention."""
     window: int | None = None
@@ -40,7 +41,6 @@ class PackedAttention(nn.Module):
     in_fixed_order = False
     """True to sum in the order of ops/fixed_order.py."""
     uses_transformer_engine = False
-    """True to use Transformer Engine's attention, which chooses between cuDNN's and FlashAttention's kernels."""
 
     def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, softmax_scale=None, **_) -> None:
         super().__init__()
@@ -118,7 +118,10 @@ class PackedAttention(nn.Module):
         return out[..., :width] if is_narrow else out
 
     def _in_place(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        return forks.attend(query, key, value, packed.blocks(self.window), self.scale)[0]
+        return forks.attend(query, key, value, self._blocks(packed), self.scale)[0]
+
+    def _blocks(self, packed: PackedRows) -> BlockMask:
+        return packed.once(("blocks", self.window), lambda: packed.forks.blocks(self.window))
 
     def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         if packed.queries is not None:
@@ -136,8 +139,7 @@ class PackedAttention(nn.Module):
         is_square = alike.n == alike.m and not is_windowed
         mask = None  # a single query attends to all of its keys
         if not is_square and (alike.n > 1 or is_windowed):
-            # The queries are the last n of the m keys: query i is key m - n + i. SDPA's is_causal aligns them with the
-            # first keys.
+            # The queries are the last n of the m keys. SDPA's is_causal would align them with the first keys.
             mask = torch.ones(alike.n, alike.m, dtype=torch.bool, device=query.device).tril(alike.m - alike.n)
             if is_windowed:
                 mask = mask.triu(alike.m - alike.n - self.window + 1)

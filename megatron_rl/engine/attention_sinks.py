@@ -32,10 +32,7 @@ class SinkAttention(ShardedModule, PackedAttention):
         self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Compute dense attention with the sink as one more key.
-
-        The additional key and its value are 0. Its score is the sink, which the additive mask contains.
-        """
+        """Compute dense attention with one more key of zeros, whose score is the sink, given by the additive mask."""
         pieces, heads, n, _ = query.shape
         m = key.shape[2]
         if is_causal:
@@ -64,12 +61,12 @@ class SinkAttention(ShardedModule, PackedAttention):
         return WithSinks.apply(query, key, value, self.sinks, forward, backward)
 
     def _in_place(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        out, log_sum = forks.attend(query, key, value, packed.blocks(self.window), self.scale)
+        out, log_sum = forks.attend(query, key, value, self._blocks(packed), self.scale)
         return out * (log_sum - self.sinks.float()).sigmoid()[..., None].to(out.dtype)
 
 
 class WithSinks(torch.autograd.Function):
-    """Attention with sinks from a kernel without them. The kernel is given as two functions, `forward` and `backward`.
+    """Attention with sinks, from a kernel without them, which is given as two functions.
 
     query: `[R, heads, D]`; key, value: `[K, kv_heads, D]`; sinks: `[heads]`.
     forward: (query, key, value) -> result `[R, heads, D]`, log of the softmax's sum `[heads, R]` float32, kernel state.

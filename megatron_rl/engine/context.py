@@ -10,10 +10,9 @@ from megatron_rl.parallel import Axis
 
 
 class Gathering:
-    """All-gather of rows `[R, ...]` over the context axis.
+    """All-gather of rows `[R, ...]` over the context axis, which overlaps with the work until `rows()` is called.
 
-    The transfer overlaps with the work between construction and `rows()`. In the backward pass, the gradients of the
-    gathered rows are reduced to the rows' owners while the gradients of that work are computed.
+    The backward pass reduces the gathered rows' gradients to the rows' owners while it computes that work's gradients.
 
         gathering = Gathering(keys, context)
         queries = project(hidden)

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl.engine import delta_kernels
 from megatron_rl.engine.delta_kernels import Calls
 from megatron_rl.engine.delta_rule import Chunks, causal_convolution, gated_delta_rule
+from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.weights.decoder import DeltaNet
@@ -35,12 +36,7 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
     """True to use the kernels of flash-linear-attention."""
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        sizes: DeltaNet,
-        pg_collection: Any,
-        **_: Any,
+        self, config: TransformerConfig, layer_number: int, sizes: DeltaNet, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__(config)
         self.sizes, self.tp_group = sizes, pg_collection.tp
@@ -68,16 +64,15 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRows, **_: Any):
         """Map hidden states `[R / tensor, 1, H]` to the same shape. Also returns None, because there is no bias."""
         projected, _ = self.linear_in(hidden_states)
+        plan = packed_seq_params.once("delta net", lambda: self._plan(packed_seq_params.segments))
         # Between the two matrices, a row takes many times the memory of its hidden state: recompute these tensors in
         # the backward pass.
-        device = hidden_states.device
-        plan: Chunks | Calls = (
-            packed_seq_params.delta_calls(device, self.sizes.kernel)
-            if self.uses_kernels
-            else packed_seq_params.chunks(device)
-        )
         mixed = checkpoint(self._mix, projected, plan, use_reentrant=False, preserve_rng_state=False)
         return self.linear_out(mixed)
+
+    def _plan(self, segments: Tensor) -> Chunks | Calls:
+        plan = Calls.of(segments, self.sizes.kernel) if self.uses_kernels else Chunks.of(segments)
+        return one_copy(plan, self.norm_weight.device)
 
     def _mix(self, projected: Tensor, plan: Chunks | Calls) -> Tensor:
         """Mix the rows of each sequence: `[R, 1, rows of linear_in]` -> `[R, 1, this rank's value heads * D_v]`."""

@@ -35,19 +35,12 @@ class Forks(NamedTuple):
 
     @classmethod
     def of(cls, segments: Tensor, positions: Tensor, queries: Tensor, keys: Tensor) -> Forks:
-        """Build the columns for the rows `queries` and `keys`.
-
-        segments: `[S, 4]`, as in MicroBatch.
-        positions: each row's position in its dialogue.
-        """
+        """Build the columns for the rows `queries` and `keys`. positions: each row's position in its dialogue."""
         ends = torch.repeat_interleave(branch_ends(segments), segments[:, 1])
         return cls(*(x.int() for x in (queries, positions[queries], keys, positions[keys], ends[keys])))
 
     def seen(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Return a mask function for FlexAttention. It returns True where a query attends to a key.
-
-        window: maximum number of keys per query, or None.
-        """
+        """Return FlexAttention's mask function: True where a query attends to a key. window: maximum keys per query."""
         query_row, query_position, key_row, key_position, key_end = self
 
         def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -100,10 +93,7 @@ def compiled() -> Callable:
 
 
 def branch_ends(segments: Tensor) -> Tensor:
-    """Return one past the last row of each segment and its descendants, `[S]` int64.
-
-    segments: `[S, 4]`, as in MicroBatch.
-    """
+    """Return one past the last row of each segment and its descendants, `[S]`. segments: `[S, 4]`, as in MicroBatch."""
     ends = (segments[:, 0] + segments[:, 1]).tolist()
     for segment, parent in reversed(list(enumerate(segments[:, 2].tolist()))):
         if parent >= 0:
@@ -112,10 +102,7 @@ def branch_ends(segments: Tensor) -> Tensor:
 
 
 def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest number in each block of BLOCK numbers.
-
-    numbers: `[R]`.
-    """
+    """Return the smallest and the largest number in each block of BLOCK numbers."""
     beyond = torch.nn.functional.pad(numbers[None], (0, -len(numbers) % BLOCK), mode="replicate")[0]
     return beyond.view(-1, BLOCK).amin(1), beyond.view(-1, BLOCK).amax(1)
 

@@ -23,7 +23,11 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_block import (
+    TransformerBlock,
+    TransformerBlockSubmodules,
+    get_num_layers_to_build,
+)
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
@@ -35,7 +39,7 @@ from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.delta_net import GatedDeltaNet
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.rope import Rope, rotate, rows_of
-from megatron_rl.engine.routing import replay_in
+from megatron_rl.engine.routing import ReplayRouter
 from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.weights.decoder import Architecture
 
@@ -66,10 +70,7 @@ class OffsetNorm(RMSNorm):
 
 
 class WideNorm(ShardedModule):
-    """RMSNorm over all heads together, which are split over the ranks of `group`.
-
-    Maps `[R, 1, this rank's heads, D]` to the same shape.
-    """
+    """RMSNorm over all heads of a row, which are split over the ranks of `group`. Input: `[R, 1, own heads, D]`."""
 
     cut = ("weight",)
 
@@ -117,17 +118,16 @@ class BiasedRowParallelLinear(RowParallelLinear):
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(x)
-        # Without expert parallelism, Megatron returns its custom function's input unchanged. Autograd forbids changing
-        # it.
+        # Without expert parallelism, this is the input of Megatron's custom function, which autograd must not change.
         return output if self.explicit_expert_comm else output.clone(), bias
 
 
 class WholeLinear(nn.Module):
-    """A replicated matrix, which every tensor rank applies to its own rows. Maps `[..., H]` to `[..., size]`."""
+    """A replicated `[outputs, inputs]` matrix, which every tensor rank applies to its own rows."""
 
-    def __init__(self, config: TransformerConfig, size: int) -> None:
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, config.hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,10 +137,9 @@ class WholeLinear(nn.Module):
 class LatentAttention(MLASelfAttention):
     """Multi-head latent attention (MLA) that rotates rows by their own positions.
 
-    Megatron's local layers split the down projections over the tensor axis. Each rank would then have only its own
-    heads' part of the gradient of the rotated key, which all heads share. Here the projections are replicated, which
-    needs sequence parallelism. The norms after the projections are also created here: if the spec named norms,
-    megatron.core 0.19 would always require one for the queries.
+    Megatron's local layers split the down projections over the tensor axis. A rank would then have only its own heads'
+    part of the gradient of the rotated key, which all heads share. Here the projections are replicated, which needs
+    sequence parallelism. The norms are not in the spec, because megatron.core 0.19 would always want one for queries.
     """
 
     rope: Rope
@@ -148,11 +147,11 @@ class LatentAttention(MLASelfAttention):
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
-        self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        norm, hidden = TENorm if is_fused(config) else RMSNorm, config.hidden_size
+        self.linear_kv_down_proj = WholeLinear(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = norm(config, config.kv_lora_rank, eps=LATENT_NORM_EPS)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+            self.linear_q_down_proj = WholeLinear(config, hidden, config.q_lora_rank)
             self.q_layernorm = norm(config, config.q_lora_rank, eps=LATENT_NORM_EPS)
 
     def get_query_key_value_tensors(
@@ -166,8 +165,7 @@ class LatentAttention(MLASelfAttention):
         """Project hidden states `[R / tensor, 1, H]` to queries and compressed keys.
 
         Returns the query `[R, heads, ...]`, the compressed keys (input of `expand`), None as value, and the inputs of
-        both up projections. Under context parallelism, ranks gather the compressed keys, which are much smaller
-        than the keys of all heads.
+        both up projections. Context ranks gather the compressed keys, which are much smaller than all heads' keys.
         """
         config, packed = self.config, packed_seq_params
         rotation = packed.rotation(self.rope)
@@ -192,8 +190,7 @@ class LatentAttention(MLASelfAttention):
     def expand(self, latent: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor]:
         """Form key and value, `[K, heads, ...]`, from compressed keys `[rows / tensor, 1, ...]`.
 
-        The compressed keys include the rotated part that all heads share. The core attention calls this, so that
-        recomputing the attention also recomputes keys and values.
+        The core attention calls this, so that recomputing the attention also recomputes keys and values.
         """
         config, heads = self.config, self.num_attention_heads_per_partition
         kv_source, rotated_key = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
@@ -213,9 +210,9 @@ def _halves(rotated: Tensor) -> Tensor:
     return torch.cat([rotated[..., 0::2], rotated[..., 1::2]], dim=-1)
 
 
-def config_class(arch: Architecture) -> type[TransformerConfig]:
-    """Return Megatron's config class for the model family."""
-    return TransformerConfig if arch.latent is None else MLATransformerConfig
+def is_fused(config: TransformerConfig) -> bool:
+    """Return True if the layers are Transformer Engine's, not Megatron's local ones."""
+    return config.transformer_impl == "transformer_engine"
 
 
 def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
@@ -228,8 +225,7 @@ def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, An
     if arch.has_biases:
         options["add_bias_linear"] = True
     if arch.delta_net is not None:
-        # The delta nets are not Megatron's. This option makes it name layers of different kinds differently in
-        # checkpoints.
+        # The delta nets are not Megatron's, but this makes its checkpoints name the two kinds of layers differently.
         options["linear_attention_freq"] = [int(has_delta_net) for has_delta_net in arch.delta_net.layers]
     if arch.gated_attention:
         options["attention_output_gate"] = True
@@ -283,12 +279,7 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
 
 
 def layer_spec(
-    arch: Architecture,
-    tf_config: TransformerConfig,
-    *,
-    has_delta_net: bool = False,
-    is_mixture: bool = False,
-    use_transformer_engine: bool = False,
+    arch: Architecture, tf_config: TransformerConfig, *, has_delta_net: bool, is_mixture: bool
 ) -> ModuleSpec:
     """Return the spec of one kind of layer, built from Megatron's local modules or Transformer Engine's."""
     options: dict[str, Any] = dict(
@@ -297,7 +288,7 @@ def layer_spec(
         qk_layernorm=tf_config.qk_layernorm,
         multi_latent_attention=arch.latent is not None,
     )
-    if use_transformer_engine:
+    if is_fused(tf_config):
         spec = get_gpt_layer_with_transformer_engine_spec(**options)
         # Name the norms in checkpoints as local layers do, whichever kind of layer wrote them.
         local = get_gpt_layer_local_spec(multi_latent_attention=options["multi_latent_attention"])
@@ -311,7 +302,9 @@ def layer_spec(
         spec.submodules.self_attention.module = LatentAttention
     # Only these support shared prompts and the rows of a context rank.
     attention.core_attention = SinkAttention if arch.has_sinks else PackedAttention
-    if use_transformer_engine:
+    if is_mixture:
+        submodules_of(layer.mlp).router = ReplayRouter
+    if is_fused(tf_config):
         return spec
     layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch) if arch.has_norms_before else IdentityOp
     if arch.qk_norm:
@@ -337,38 +330,26 @@ def norm_class(arch: Architecture) -> type[RMSNorm]:
 
 
 def block_spec(
-    arch: Architecture,
-    tf_config: TransformerConfig,
-    *,
-    vp_stage: int | None = None,
-    use_transformer_engine: bool = False,
-    replays_routing: bool = False,
+    arch: Architecture, tf_config: TransformerConfig, *, vp_stage: int | None = None
 ) -> TransformerBlockSubmodules:
     """Return the layers of this rank's model chunk and the final norm."""
-    specs = {
-        kind: layer_spec(
-            arch, tf_config, has_delta_net=kind[0], is_mixture=kind[1], use_transformer_engine=use_transformer_engine
-        )
-        for kind in {arch.kind(number) for number in range(arch.layers)}
-    }
-    if replays_routing:
-        for spec in specs.values():
-            replay_in(spec.submodules)
+    kinds = {arch.kind(number) for number in range(arch.layers)}
+    specs = {kind: layer_spec(arch, tf_config, has_delta_net=kind[0], is_mixture=kind[1]) for kind in kinds}
     first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
     numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))  # in the whole model
     return TransformerBlockSubmodules(
         layer_specs=[specs[arch.kind(number)] for number in numbers],
-        layer_norm=TENorm if use_transformer_engine else norm_class(arch),
+        layer_norm=TENorm if is_fused(tf_config) else norm_class(arch),
     )
 
 
-def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transformer_engine: bool = False) -> None:
-    """Set the rotary embedding and the window of the attention in each of these built layers."""
+def place_attention(decoder: TransformerBlock, arch: Architecture) -> None:
+    """Set the rotary embedding and the window of the attention in each of a built decoder's layers."""
     rope = windowed_rope = Rope.of(arch)
     if arch.window_rope_theta is not None:
         windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
-    rope.is_fused = windowed_rope.is_fused = use_transformer_engine
-    for layer in layers:
+    rope.is_fused = windowed_rope.is_fused = is_fused(decoder.config)
+    for layer in decoder.layers:
         if arch.has_delta_net(layer.layer_number - 1):  # a delta net's state already encodes the order of rows
             continue
         attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # Megatron numbers layers from 1
@@ -388,8 +369,7 @@ def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transforme
 def add_gradients_in_products(model: nn.Module) -> None:
     """Make Transformer Engine's matrix products add weight gradients directly to DDP's buffer.
 
-    This sets a flag in each layer. Megatron's global flag would also cover the output layer, which would then need
-    apex.
+    Set per layer: Megatron's global flag also covers the output layer, which then needs apex.
     """
     for module in model.modules():
         if "fuse_wgrad_accumulation" in vars(module):

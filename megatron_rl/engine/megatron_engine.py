@@ -25,7 +25,6 @@ from megatron_rl.engine.adapters import Adapters
 from megatron_rl.engine.draft_head import DraftHead, first_weights
 from megatron_rl.engine.host_memory import left_out_of_forks
 from megatron_rl.engine.layers import add_gradients_in_products
-from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.microbatch_engine import MicrobatchEngine
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.model_engine import step_stats, trained_tokens
@@ -83,9 +82,7 @@ class MegatronEngine(MicrobatchEngine):
     ) -> None:
         super().__init__(config, groups=groups, trainable=trainable, head=head)
         self.passed_through = megatron or {}
-        self._export: HFExport | None = None
-        self._adapter_export: HFExport | None = None
-        self._published_export: HFExport | None = None
+        self._plans: dict[str, HFExport] = {}
         self.draft = self._far_embedding = None
         self._mtp_copies: dict[str, str] = {}
         """Copies of embedding and output layer in the folder's multi-token-prediction layer -> the originals' names."""
@@ -124,11 +121,7 @@ class MegatronEngine(MicrobatchEngine):
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
         with self.device:  # for layers without a device argument
-            self.chunks = build_chunks(
-                *(self.arch, self.tf_config, self.groups, config.model.flash_attention, config.model.delta_kernel),
-                replays_routing=config.routing_replay != "off",
-                is_exact=config.exact,
-            )
+            self.chunks = build_chunks(self.arch, self.tf_config, self.groups, config)
         form = route_form(self.arch, config.routing_replay)
         self.routing = None if form is None else RoutingReplay(form, self.chunks, self.device)
         self.wrapped = list(self.chunks)
@@ -222,19 +215,12 @@ class MegatronEngine(MicrobatchEngine):
             self._host_weights.take(weights, [], self.device)
 
     def onload(self, *, with_states: bool = True) -> None:
-        """Move everything back to the device. Idempotent. Every method that computes calls it.
-
-        with_states: False moves only the weights back.
-        """
+        """Move everything, or only the weights, back to the device. Idempotent. Every method that computes calls it."""
         self._host_weights.give_back()
         if with_states:
             self._host_states.give_back()
 
     def _activate(self, *, with_states: bool = True) -> None:
-        """Make megatron.core use this engine's layout, and move its tensors to the device.
-
-        with_states: False if only weights are needed.
-        """
         self.groups.activate()
         if self.shared_device is None:
             self.onload(with_states=with_states)
@@ -276,7 +262,7 @@ class MegatronEngine(MicrobatchEngine):
 
     def _gather_weights(self) -> None:
         """Exchange updated weights at once, to read them outside a forward pass. Collective: every rank calls it."""
-        if self._gathers_late:
+        if self.optimizer is not None and self.config.optimizer.overlap:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
 
@@ -292,24 +278,26 @@ class MegatronEngine(MicrobatchEngine):
         self._gather_weights()
         return export.stream()
 
-    def export(self) -> HFExport:
-        """Return the export plan of `hf_tensors`. The first call creates it. Collective: every rank calls it."""
+    def _plan(self, name: str, **options: Any) -> HFExport:
+        """Return the export plan of this name. The first call creates it. Collective: every rank calls it."""
         self._activate(with_states=False)
-        if self._export is None:
-            shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
-            self._export = HFExport(self.chunks, self.arch, self.groups, shard_of=shard_of)
-        return self._export
+        if name not in self._plans:
+            self._plans[name] = HFExport(self.chunks, self.arch, self.groups, **options)
+        return self._plans[name]
+
+    def export(self) -> HFExport:
+        """Return the export plan of `hf_tensors`. Collective: every rank calls it."""
+        return self._plan("model", shard_of=self._shard_of)
 
     def _export_for_servers(self) -> HFExport:
         """Return the export plan of a publication: the model's, and the draft head's if servers take it."""
         if self.draft is None or isinstance(self.draft, MTPHead):
             return self.export()
-        self._activate(with_states=False)
-        if self._published_export is None:
-            shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
-            whole = self.draft.published
-            self._published_export = HFExport(self.chunks, self.arch, self.groups, shard_of=shard_of, whole=whole)
-        return self._published_export
+        return self._plan("servers", shard_of=self._shard_of, whole=self.draft.published)
+
+    @property
+    def _shard_of(self) -> Callable[[Tensor], Tensor]:
+        return Tensor.detach if self.adapters is None else self.adapters.merged
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the adapters' HF tensors on global rank 0, with names that lack PEFT's prefix.
@@ -318,16 +306,12 @@ class MegatronEngine(MicrobatchEngine):
         """
         known = {spec.name for spec in self.adapter_specs()}
         self._gather_weights()
-        return ((name, tensor) for name, tensor in self._adapter_export.stream() if name in known)
+        return ((name, tensor) for name, tensor in self._plans["adapters"].stream() if name in known)
 
     def adapter_specs(self) -> list[TensorSpec]:
         """Return the specs of the tensors that `adapter_tensors` yields. Collective: every rank calls it."""
-        self._activate(with_states=False)
-        lora = self.config.lora
-        if self._adapter_export is None:
-            self._adapter_export = HFExport(self.chunks, self.arch, self.groups, lora)
-        known = adapter_shapes(self.arch, lora)
-        return [spec for spec in self._adapter_export.specs if spec.name in known]
+        plan, known = self._plan("adapters", lora=self.config.lora), adapter_shapes(self.arch, self.config.lora)
+        return [spec for spec in plan.specs if spec.name in known]
 
     def trained_tensors(self, shard_of: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
         """Yield what `shard_of` returns for each trained parameter, as whole HF tensors, on global rank 0.
@@ -366,14 +350,11 @@ class MegatronEngine(MicrobatchEngine):
         super().write_weights(path)
         if self.draft is not None and not isinstance(self.draft, MTPHead):
             head = dict(self.draft.tensors())
-            if fault := self.groups.on_main(lambda: write_draft(path, head, self.arch)):
-                raise CheckpointError(f"draft head {fault}; see that the disk has space, and save again.")
-        if self.adapters is None:
-            return
-        tensors = dict(self.adapter_tensors())
-        lora, model, folder = self.config.lora, self.config.model.path, Path(path) / "adapter"
-        if fault := self.groups.on_main(lambda: write_peft_folder(folder, tensors, self.arch, lora, model)):
-            raise CheckpointError(f"adapters {fault}; see that the disk has space, and save again.")
+            self.write_on_main("draft head", lambda: write_draft(path, head, self.arch))
+        if self.adapters is not None:
+            tensors, folder = dict(self.adapter_tensors()), Path(path) / "adapter"
+            lora, model = self.config.lora, self.config.model.path
+            self.write_on_main("adapters", lambda: write_peft_folder(folder, tensors, self.arch, lora, model))
 
     @property
     def base(self) -> FrozenBase:
@@ -416,6 +397,12 @@ class MegatronEngine(MicrobatchEngine):
         else:
             self.write_weights(path)
 
+    def _check_optimizer(self, method: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"{method}: with_optimizer = True, but an engine with trainable=False has no optimizer; leave it out."
+            )
+
     def save_async(
         self, path: str | Path, *, beside: Iterable[MegatronEngine] = (), in_background: bool = True
     ) -> None:
@@ -426,10 +413,7 @@ class MegatronEngine(MicrobatchEngine):
         in_background: False if the caller waits for the writers, which then run at normal priority.
         """
         self._activate()
-        if self.optimizer is None:
-            raise RuntimeError(
-                "save: with_optimizer = True, but an engine with trainable=False has no optimizer; leave it out."
-            )
+        self._check_optimizer("save")
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
         self._gather_weights()
         state, _ = checkpoint.training_state(self)
@@ -445,11 +429,7 @@ class MegatronEngine(MicrobatchEngine):
             )
 
     def finish_saves(self, *, wait: bool = True) -> bool:
-        """Publish a finished checkpoint. Returns True if no save is pending any more. Collective: every rank calls it.
-
-        Raises CheckpointError if a writer failed; an earlier checkpoint of the same name stays intact.
-        wait: wait until the writers are done.
-        """
+        """Publish a finished checkpoint, as `CheckpointWriter.finish` does. Collective: every rank calls it."""
         if self.checkpoints is None:
             return True
         self.groups.activate()
@@ -468,10 +448,8 @@ class MegatronEngine(MicrobatchEngine):
         is_checked: True if the caller has already compared the checkpoint's checksums, to skip the comparison here.
         """
         self._activate()
-        if with_optimizer and self.optimizer is None:
-            raise RuntimeError(
-                "load: with_optimizer = True, but an engine with trainable=False has no optimizer; leave it out."
-            )
+        if with_optimizer:
+            self._check_optimizer("load")
         if with_optimizer or checkpoint.is_checkpoint(path):
             checkpoint.load(path, self, with_optimizer=with_optimizer, is_checked=is_checked)
             return
@@ -480,10 +458,8 @@ class MegatronEngine(MicrobatchEngine):
         else:
             load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
             self.say_what_is_not_loaded(path)
-            if isinstance(self.draft, MTPHead):
-                self.draft.load_layer(mtp_source(path, self.arch))
-            elif self.draft is not None and has_draft(path):
-                self.draft.load_weights(read_draft(path, self.arch))
+            if self.draft is not None:
+                self.draft.load_folder(path, self.arch)
             if self.adapters is not None:
                 self.adapters.note_base(self.groups)
         if self.optimizer is not None:

@@ -16,6 +16,7 @@ from megatron_rl.api import LogprobLoss, ValueLoss
 from megatron_rl.batch import packing
 from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.engine import schedule
+from megatron_rl.engine.adapters import Adapters
 from megatron_rl.engine.draft_head import DraftHead
 from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
 from megatron_rl.engine.offload import SharedDevice
@@ -28,10 +29,7 @@ from megatron_rl.types import MicroBatch, StepStats, TrajectoryBatch
 
 
 class MicrobatchEngine(ModelEngine):
-    """The passes of MegatronEngine over batches: log-probs, values, distributions, losses and their gradients.
-
-    MegatronEngine builds the parts, and takes optimizer steps with the gradients.
-    """
+    """The passes of MegatronEngine over batches: log-probs, values, distributions, losses and their gradients."""
 
     chunks: list[Any]
     """This rank's parts of the model, one for each virtual pipeline stage."""
@@ -40,6 +38,8 @@ class MicrobatchEngine(ModelEngine):
     tf_config: Any
     device: torch.device
     routing: RoutingReplay | None
+    adapters: Adapters | None
+    scheduler: Any
     draft: DraftHead | None
     """The head with which servers decode ahead, if config.draft asks for one."""
     _far_embedding: Tensor | None
@@ -84,9 +84,9 @@ class MicrobatchEngine(ModelEngine):
     def distributions(self, data, *, top: int = 0, temperature: float = 1.0) -> TeacherStates | TopTokens:
         """Return this model's distribution at each trained token, for training another engine with the same layout.
 
-        The result is on the host, with one row per trained token, in token order. With `top` > 0: the `top` most likely
-        tokens at `temperature`. With `top` = 0: hidden states and a snapshot of the output layer, which define the
-        whole distribution. Only the last pipeline stage gets the result; other stages get empty tensors.
+        The result is on the host of the last pipeline stage, one row per trained token, in token order: the `top` most
+        likely tokens at `temperature` or, with `top` = 0, hidden states and a snapshot of the output layer, which
+        define the whole distribution. Other stages get empty tensors.
         """
         self._activate()
         batch = TrajectoryBatch.of(data)
@@ -122,8 +122,7 @@ class MicrobatchEngine(ModelEngine):
     def kept_tokens(self, data, cut: Cut, *, temperature: float) -> KeptTokens:
         """Return the tokens that sampling options leave of this model's own logits, for each token of the data.
 
-        The result is on the host, with one row per token; rows of untrained tokens have no ids, and log_mass 0.
-        Collective: every rank calls it.
+        On the host. Rows of untrained tokens have no ids, and log_mass 0. Collective: every rank calls it.
         """
         self._activate()
         batch = TrajectoryBatch.of(data)
@@ -275,17 +274,8 @@ class MicrobatchEngine(ModelEngine):
             dist.broadcast_object_list(totals, src=self.groups.world_size - 1, group=self.groups.control)
         return totals[0]
 
-    @property
-    def _gathers_late(self) -> bool:
-        """True if, after an update, the ranks exchange their updated weights only in the next forward pass."""
-        return self.optimizer is not None and self.config.optimizer.overlap
-
     def _output_weight(self) -> Tensor:
-        weight = self.chunks[-1].output_weight()
-        # Megatron waits before each module's forward, but this weight is used without one.
-        if self._gathers_late and weight.requires_grad:
-            self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
-        return weight
+        return self._arrived(self.chunks[-1].output_weight(), self.wrapped[-1])
 
     def _embedding(self) -> Tensor:
         """Return this tensor rank's part of the embedding, on the last pipeline stage."""
@@ -294,9 +284,12 @@ class MicrobatchEngine(ModelEngine):
         return self._first_embedding() if self._far_embedding is None else self._far_embedding
 
     def _first_embedding(self) -> Tensor:
-        weight = self.chunks[0].embedding.word_embeddings.weight
-        if self._gathers_late and weight.requires_grad:  # as in `_output_weight`
-            self.wrapped[0].param_to_bucket_group[weight].finish_param_sync()
+        return self._arrived(self.chunks[0].embedding.word_embeddings.weight, self.wrapped[0])
+
+    def _arrived(self, weight: Tensor, wrapped: Any) -> Tensor:
+        """Return a weight of a chunk after waiting for its update, as Megatron does before each module's forward."""
+        if self.optimizer is not None and self.config.optimizer.overlap and weight.requires_grad:
+            wrapped.param_to_bucket_group[weight].finish_param_sync()
         return weight
 
     @torch.no_grad()

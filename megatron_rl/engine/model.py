@@ -15,7 +15,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import is_te_min_version
 from torch import Tensor
 
@@ -25,13 +25,7 @@ from megatron_rl.engine import optimizer
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.delta_net import GatedDeltaNet
 from megatron_rl.engine.fixed_order_layers import check_exact, compute_in_fixed_order
-from megatron_rl.engine.layers import (
-    block_spec,
-    config_class,
-    family_options,
-    place_attention,
-    scale_embedding,
-)
+from megatron_rl.engine.layers import block_spec, family_options, place_attention, scale_embedding
 from megatron_rl.engine.megatron_overrides import check_flex_dispatcher, check_passed_through
 from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.ops import VocabShard, fixed_order
@@ -53,8 +47,7 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        # Both return all rows to each tensor rank. The backward pass sums the gradients of the ranks' vocabulary
-        # shards.
+        # Both return all rows to each tensor rank. The backward pass sums the gradients of the vocabulary shards.
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(hidden_states, group=group)
@@ -70,7 +63,7 @@ class PolicyModel(GPTModel):
 class ValueModel(PolicyModel):
     """PolicyModel with a value head. Every tensor rank gets all hidden states and computes the same values and loss.
 
-    All ranks therefore have the same gradient, and the backward pass splits it by rows instead of summing over ranks.
+    All ranks have the same gradient, so the backward pass splits it by rows instead of summing over ranks.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -99,10 +92,7 @@ def vocab_shard(arch: Architecture, groups: ParallelGroups) -> VocabShard:
 
 
 def compiles_activation(arch: Architecture, dtype: torch.dtype) -> bool:
-    """Return True if megatron.core's local layers are to use a compiled SwiGLU.
-
-    A compiled SwiGLU runs one kernel per pass, and keeps only its input for the backward pass.
-    """
+    """Return True if local layers use a compiled SwiGLU: one kernel per pass, which keeps only its input."""
     return platform.has_cuda() and dtype is torch.bfloat16 and arch.activation == "silu"
 
 
@@ -187,7 +177,7 @@ def transformer_config(
         gradient_accumulation_fusion=platform.has_gradient_accumulation_kernel(),
     )
     options |= family_options(arch, parallel)
-    cls = config_class(arch)
+    cls = TransformerConfig if arch.latent is None else MLATransformerConfig
     check_passed_through(passed_through, options, cls)
     if route_form(arch, config.routing_replay) and passed_through.get("moe_router_fusion"):
         raise ValueError(
@@ -212,66 +202,44 @@ def transformer_config(
 
 
 def build_chunks(
-    arch: Architecture,
-    tf_config: TransformerConfig,
-    groups: ParallelGroups,
-    flash_attention: str = "torch",
-    delta_kernel: str = "torch",
-    *,
-    replays_routing: bool = False,
-    is_exact: bool = False,
+    arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, config: EngineConfig
 ) -> list[PolicyModel]:
     """Return this rank's model chunks with uninitialized weights. A rank of an interleaved pipeline has several."""
     count = tf_config.virtual_pipeline_model_parallel_size or 1
     stages = range(count) if count > 1 else [None]  # Megatron uses None for a plain pipeline
-    options = {"count": count, "replays_routing": replays_routing}
-    chunks = [_build(arch, tf_config, groups, vp_stage=stage, **options) for stage in stages]
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, PackedAttention):
-            module.uses_transformer_engine = flash_attention == "TE"
-        if isinstance(module, GatedDeltaNet):
-            module.uses_kernels = delta_kernel == "fla"
-    if is_exact:
-        for chunk in chunks:
+    chunks = [_build(arch, tf_config, groups, stage, is_last=stage in (None, count - 1)) for stage in stages]
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, PackedAttention):
+                module.uses_transformer_engine = config.model.flash_attention == "TE"
+            if isinstance(module, GatedDeltaNet):
+                module.uses_kernels = config.model.delta_kernel == "fla"
+        if config.exact:
             compute_in_fixed_order(chunk)
     return chunks
 
 
 def _build(
-    arch: Architecture,
-    tf_config: TransformerConfig,
-    groups: ParallelGroups,
-    *,
-    vp_stage: int | None,
-    count: int,
-    replays_routing: bool,
+    arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, vp_stage: int | None, *, is_last: bool
 ) -> PolicyModel:
-    use_transformer_engine = tf_config.transformer_impl == "transformer_engine"
     model = (ValueModel if arch.head == "value" else PolicyModel)(
         config=tf_config,
-        transformer_layer_spec=block_spec(
-            arch,
-            tf_config,
-            vp_stage=vp_stage,
-            use_transformer_engine=use_transformer_engine,
-            replays_routing=replays_routing,
-        ),
+        transformer_layer_spec=block_spec(arch, tf_config, vp_stage=vp_stage),
         vocab_size=padded_vocab(arch, groups),
         max_sequence_length=arch.max_positions,
-        # Chunks are assigned to the stages in turn. The first has the embedding, the last chunk of the last stage the
-        # head.
+        # Chunks are assigned to the stages in turn: the first stage's first one has the embedding.
         pre_process=groups.is_first_stage and vp_stage in (None, 0),
-        post_process=groups.is_last_stage and vp_stage in (None, count - 1),
+        post_process=groups.is_last_stage and is_last,
         vp_stage=vp_stage,
         position_embedding_type="none",  # PackedAttention rotates
         share_embeddings_and_output_weights=arch.tied,
     )
-    place_attention(model.decoder.layers, arch, use_transformer_engine=use_transformer_engine)
+    place_attention(model.decoder, arch)
     if model.pre_process:
         scale_embedding(model.embedding, arch)
     for parameter, rule in rules_of(model, arch):
-        # Megatron marks split parameters only when it initializes them. It takes unmarked ones for replicas, and counts
-        # only tensor rank 0 in the gradient norm.
+        # Megatron marks split parameters only when it initializes them. In the gradient norm, it takes unmarked ones
+        # for replicas, and counts only tensor rank 0's.
         if not hasattr(parameter, "tensor_model_parallel"):
             dim = rule.layout.split_dim
             set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)

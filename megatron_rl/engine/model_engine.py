@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -149,8 +149,12 @@ class ModelEngine(TrainEngine):
 
         if not self.groups.is_main:
             deque(tensors, maxlen=0)  # drain the stream: every tensor of it is a collective
+        self.write_on_main("weights", write)
+
+    def write_on_main(self, what: str, write: Callable[[], None]) -> None:
+        """Call `write` on the main rank. Raises CheckpointError on all ranks if it could not write its files."""
         if fault := self.groups.on_main(write):
-            raise CheckpointError(f"weights {fault}; see that the disk has space, and save again.")
+            raise CheckpointError(f"{what} {fault}; see that the disk has space, and save again.")
 
     def eval(self) -> Self:
         return self.train(False)

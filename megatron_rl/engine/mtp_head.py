@@ -1,8 +1,8 @@
 """A model's own multi-token-prediction layer as draft head, built from megatron.core's layers.
 
-It learns as the head in draft_head.py does. The layer is as the families define it: the next token's embedding and the
-policy's last hidden state, each behind a norm, are projected to the input of one layer of the model's kind. Its output
-goes through a norm to the policy's output layer. (DeepSeek-V3, arXiv 2412.19437, section 2.2.)
+It learns as the head in draft_head.py does. The next token's embedding and the policy's last hidden state, each after a
+norm, are projected to the input of one layer of the model's kind. Its output goes through a norm to the policy's output
+layer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
 
 The layer is divided over tensor, expert and expert-tensor ranks as the model's layers are. Only the last pipeline stage
 has it. A context rank computes whole sequences, so its attention needs no other context rank.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,31 +28,19 @@ from torch import Tensor, nn
 
 from megatron_rl.config import DraftConfig, EngineConfig, LoraConfig
 from megatron_rl.engine.draft_head import DraftHead, gradient_of
-from megatron_rl.engine.layers import block_spec, norm_class, place_attention
+from megatron_rl.engine.layers import WholeLinear, block_spec, norm_class, place_attention
 from megatron_rl.engine.model import DTYPES, transformer_config
 from megatron_rl.engine.packed_rows import PackedRows, own_rows
 from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.types import MicroBatch, prefix_sums
 from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.mtp_layers import mtp_source
 from megatron_rl.weights.reshard import HFExport, load_shards, rules_of
 from megatron_rl.weights.tensor_rules import Rule, WeightSource
 
 STATE, MOMENTS = "draft", ("exp_avg", "exp_avg_sq")
 """Prefix of the layer's names in a checkpoint, and Adam's names of what it saves for each weight."""
-
-
-class InputProjection(nn.Module):
-    """The matrix in front of the layer. Every tensor rank has all of it and applies it to its own rows."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.weight = nn.Parameter(torch.empty(size, 2 * size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 class MTPLayer(ShardedModule):
@@ -61,13 +50,12 @@ class MTPLayer(ShardedModule):
         super().__init__()
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = pg_collection.tp
-        fused = config.transformer_impl == "transformer_engine"
-        spec, norm = block_spec(arch, config, use_transformer_engine=fused), norm_class(arch)
-        self.input_proj = InputProjection(config)
+        spec, norm = block_spec(arch, config), norm_class(arch)
+        self.input_proj = WholeLinear(config, 2 * arch.hidden, arch.hidden)
         self.token_norm = norm(config, arch.hidden, eps=arch.norm_eps)
         self.hidden_norm = norm(config, arch.hidden, eps=arch.norm_eps)
         self.decoder = TransformerBlock(config, spec, post_layer_norm=True, pg_collection=pg_collection)
-        place_attention(self.decoder.layers, arch, use_transformer_engine=fused)
+        place_attention(self.decoder, arch)
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedRows) -> Tensor:
         x = self.input_proj(torch.cat([self.token_norm(embedded), self.hidden_norm(hidden)], -1))
@@ -91,11 +79,6 @@ def layer_config(arch: Architecture, config: EngineConfig, passed_through: dict[
 
 class MTPHead(DraftHead):
     """The layer with its optimizer. `weights` are float32 copies of this rank's parameters; {} on earlier stages.
-
-    For example, next to what DraftHead offers:
-
-        head = MTPHead(arch, config, groups, mtp_source(folder, arch), tf_config, device=device)
-        dict(head.hf_tensors())  # on the main rank: the layer's tensors under the family's names
 
     arch: the model's. tf_config: as `layer_config` returns it.
     """
@@ -179,11 +162,8 @@ class MTPHead(DraftHead):
         groups = self.groups
         experts = {name for name, rule in self.rules.items() if rule.expert is not None}
         parts = {name for name, rule in self.rules.items() if self._has_part(name, rule)}
-        for axis, names in (
-            (groups.data_context, gradients.keys() - experts),
-            (groups.expert_data, experts),
-            (groups.tensor, parts),
-        ):
+        others = gradients.keys() - experts
+        for axis, names in ((groups.data_context, others), (groups.expert_data, experts), (groups.tensor, parts)):
             _sum_over(axis, [gradient for name, gradient in gradients.items() if name in names])
         for name, gradient in gradients.items():
             copies = groups.expert_data.size if name in experts else groups.data_context.size
@@ -235,44 +215,41 @@ class MTPHead(DraftHead):
         return self.export.stream()
 
     @torch.no_grad()
-    def load_layer(self, source: WeightSource) -> None:
-        """Load other weights. Collective: every rank calls it."""
+    def load_folder(self, path: str | Path, policy: Architecture) -> None:
+        source = mtp_source(path, policy)
         if self.layer is not None:
             load_shards([self.layer], source, self.arch, self.groups)
             for weight, parameter in zip(self.weights.values(), self._parameters(), strict=True):
                 weight.copy_(parameter)
 
-    def sharded_state(self, metadata: dict[str, Any], *, with_moments: bool = True) -> dict[str, Any]:
-        """Return weights and moments as shards, to save or to load in any layout."""
-        if self.layer is None:
-            return {}
-        parameters = self._parameters()
-        shards = get_param_id_to_sharded_param_map(self.layer.sharded_state_dict(metadata=metadata), parameters)
-        state: dict[str, Any] = {kind: {} for kind in ("weight", *(MOMENTS if with_moments else ()))}
-        for number, (name, weight) in enumerate(self.weights.items()):
-            tensors = {"weight": weight.detach()} | (self._moments_of(weight) if with_moments else {})
-            for kind, tensor in tensors.items():
-                if kind == "step":
-                    continue
-                state[kind][name] = make_sharded_optimizer_tensor(shards[number], tensor, f"{STATE}.{kind}")
-        return state
+    def is_in(self, common: dict[str, Any]) -> bool:
+        return "mtp_updates" in common
+
+    def checkpoint_state(self, metadata: dict[str, Any], *, with_moments: bool = True) -> dict[str, Any]:
+        """Return weights and moments as shards, which any layout can load."""
+        state: dict[str, Any] = {}
+        if self.layer is not None:
+            whole = self.layer.sharded_state_dict(metadata=metadata)
+            shards = get_param_id_to_sharded_param_map(whole, self._parameters())
+            state = {kind: {} for kind in ("weight", *(MOMENTS if with_moments else ()))}
+            for number, (name, weight) in enumerate(self.weights.items()):
+                tensors = {"weight": weight.detach()} | (self._moments_of(weight) if with_moments else {})
+                for kind in state:
+                    state[kind][name] = make_sharded_optimizer_tensor(shards[number], tensors[kind], f"{STATE}.{kind}")
+        return {"mtp_updates": self.updates, "draft": state}
 
     @torch.no_grad()
-    def load_sharded_state(self, state: dict[str, Any], updates: int | None) -> None:
-        """Take over what a checkpoint has for `sharded_state`.
-
-        updates: number of updates. None loads weights only, and the optimizer starts anew.
-        """
-        if updates is None:
+    def load_checkpoint(self, state: dict[str, Any], *, with_moments: bool = True) -> None:
+        if not with_moments:
             self.optimizer.state.clear()
+        self.updates = state["mtp_updates"] if with_moments else 0
         for name, weight in self.weights.items():
-            weight.copy_(state["weight"][name])
-            if updates is not None:
+            weight.copy_(state["draft"]["weight"][name])
+            if with_moments:
                 moments = self._moments_of(weight)
-                moments["step"].fill_(updates)
+                moments["step"].fill_(self.updates)
                 for kind in MOMENTS:
-                    moments[kind].copy_(state[kind][name])
-        self.updates = updates or 0
+                    moments[kind].copy_(state["draft"][kind][name])
         self._write_back()
 
     def _moments_of(self, weight: nn.Parameter) -> dict[str, Tensor]:

@@ -109,7 +109,7 @@ def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor], list
     if engine.draft is not None:
         of_draft, states = engine.draft.movable()
         weights = weights + of_draft
-    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+    for part in engine.optimizer.chained_optimizers:
         if part.optimizer is not None:  # this rank has no parameters of this kind
             states += [parameter.data for group in part.optimizer.param_groups for parameter in group["params"]]
             values: Iterable[Any] = (value for state in part.optimizer.state.values() for value in state.values())

@@ -3,9 +3,8 @@
 A microbatch is a list of segments of rows. A segment attends to itself causally, and to all of its ancestors: a prompt
 that several replies share, or the common part of forked dialogues. Context parallelism splits the rows, not the
 sequences, into 2 x size chunks. Rank r gets chunks r and 2 x size - 1 - r (zigzag), which balances early and late rows.
-A chunk boundary cuts a segment into pieces. A piece's queries are its own rows, and these rows are
-also its last keys, as the causal mask of variable-length kernels requires. For example, two segments, written as in
-MicroBatch, on two ranks:
+A chunk boundary cuts a segment into pieces. A piece's queries are its own rows, which are also its last keys, as
+variable-length kernels require. For example, two segments, written as in MicroBatch, on two ranks:
 
     rows          0  1 | 2  3 | 4  5 | 6  7      segments [0 5 -1 0], [5 3 -1 0]
     chunk, rank   0  0 | 1  1 | 2  1 | 3  0
@@ -16,16 +15,14 @@ MicroBatch, on two ranks:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from megatron_rl.engine.delta_kernels import Calls
-from megatron_rl.engine.delta_rule import Chunks
 from megatron_rl.engine.forks import Forks
 from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.rope import Rope, Rotation
@@ -33,6 +30,8 @@ from megatron_rl.ops import TakenRows
 from megatron_rl.parallel import Axis
 from megatron_rl.routes import with_no_routes
 from megatron_rl.types import MicroBatch, prefix_sums
+
+T = TypeVar("T")
 
 
 class Alike(NamedTuple):
@@ -61,10 +60,7 @@ class PackedRows(PackedSeqParams):
     in_order: bool = field(kw_only=True)
     """True if row t predicts loss row t for every t."""
     keys: TakenRows | None = field(kw_only=True)
-    """Indices of the keys in the rows gathered over the context axis, or None if the keys are exactly those rows.
-
-    Keys are listed piece by piece. For dense attention, the pieces are in the order of `alike`.
-    """
+    """Indices of the pieces' keys in the rows gathered over the context axis, or None if the keys are those rows."""
     routes: Tensor | None = field(kw_only=True, default=None)
     """`[R, mixtures of this rank, slots]`: the servers' experts, encoded as in megatron_rl/routes.py."""
     context: Axis = field(kw_only=True)
@@ -74,7 +70,7 @@ class PackedRows(PackedSeqParams):
     """`[P + 1]` int32 prefix sums of the pieces' query counts. None (as is `key_cu`) if attention is dense."""
     key_cu: Tensor | None = field(kw_only=True, default=None)
     alike: list[Alike] = field(kw_only=True, default_factory=list)
-    """Groups of equally shaped pieces, for dense attention. Empty if a variable-length kernel computes attention."""
+    """Groups of equally shaped pieces, for dense attention. Keys are listed in this order of the pieces."""
     queries: TakenRows | None = field(kw_only=True, default=None)
     """Indices of this rank's rows in the order of `alike`, or None if the rows already are in that order."""
     unsorted: TakenRows | None = field(kw_only=True, default=None)
@@ -83,38 +79,17 @@ class PackedRows(PackedSeqParams):
     """`[S, 4]` segments of the microbatch and its padding, as in MicroBatch, on the host."""
     forks: Forks | None = field(kw_only=True, default=None)
     """Plan for attention that reads the keys of forked dialogues in place, from the rows of all context ranks."""
-    _blocks: dict[int | None, BlockMask] = field(default_factory=dict)  # by window
-    _chunks: list[Chunks] = field(default_factory=list)
-    _calls: list[Calls] = field(default_factory=list)
-    _rotations: dict[Rope, Rotation] = field(default_factory=dict)  # keyed by identity: layers share a Rope
+    _planned: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, plan: Callable[[], T]) -> T:
+        """Return what `plan` returned when a layer first asked with this key."""
+        if key not in self._planned:
+            self._planned[key] = plan()
+        return self._planned[key]
 
     def rotation(self, rope: Rope) -> Rotation:
-        """Return the rotation of the rows, computed once for all layers."""
-        if rope not in self._rotations:
-            self._rotations[rope] = rope.rotation(self.positions)
-        return self._rotations[rope]
-
-    def blocks(self, window: int | None) -> BlockMask:
-        """Return the blocks of attention scores to compute, found once for all layers with this window.
-
-        Needs `forks`.
-        """
-        if window not in self._blocks:
-            assert self.forks is not None
-            self._blocks[window] = self.forks.blocks(window)
-        return self._blocks[window]
-
-    def chunks(self, device: torch.device) -> Chunks:
-        """Return the rows' layout in chunks, for delta nets in torch, planned once for all layers."""
-        if not self._chunks:
-            self._chunks.append(Chunks.of(self.segments).to(device))
-        return self._chunks[0]
-
-    def delta_calls(self, device: torch.device, kernel: int) -> Calls:
-        """Return the kernel calls for delta nets with convolutions over `kernel` rows, planned once for all layers."""
-        if not self._calls:
-            self._calls.append(one_copy(Calls.of(self.segments, kernel), device))
-        return self._calls[0]
+        """Return the rotation of the rows, computed once for all layers that share `rope`."""
+        return self.once(rope, lambda: rope.rotation(self.positions))
 
 
 def row_multiple(*, context: int, sequence_split: int) -> int:
@@ -126,10 +101,7 @@ def row_multiple(*, context: int, sequence_split: int) -> int:
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if variable-length kernels support this device and dtype.
-
-    They support 16-bit dtypes on CUDA. Everything else takes the slower path; float32 on CUDA is used only in checks.
-    """
+    """Return True if there are variable-length kernels for this device and dtype: 16-bit dtypes on CUDA."""
     return device.type == "cuda" and dtype != torch.float32
 
 
@@ -148,8 +120,7 @@ def own_rows(
 
     Rows are padded to a multiple of `multiple_of`; the padding is a separate segment.
     dtype: dtype of queries and keys.
-    parts: number of tensor ranks that share the gather over the context axis. Each gathers a part of the rows, and then
-      the ranks exchange their parts.
+    parts: number of tensor ranks that each gather a part of the rows over the context axis, and exchange their parts.
     mixtures: indices of this rank's mixture layers in the microbatch's routes; None disables routing replay.
     copies_shared_keys: False if a kernel reads the keys of forked dialogues in place.
     """

@@ -20,7 +20,6 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_rl import routes
@@ -60,8 +59,7 @@ class ReplayedTop:
     def _agreements(self, own: Tensor) -> Tensor:
         """Return the four counts of routes.shift_fault, over rows whose two neighbors also have routes.
 
-        Neighbors are adjacent rows of the pass. At the few sequence borders, a neighbor belongs to another sequence.
-        This biases the counts for the previous and for the next row equally.
+        At the few sequence borders, a neighbor belongs to another sequence. This biases both neighbors' counts equally.
         """
         inner = (self.has_route[:-2] & self.has_route[1:-1] & self.has_route[2:])[:, 0]
         chosen = own[1:-1, :, None]
@@ -73,12 +71,10 @@ class ReplayedTop:
 
 
 class ReplayRouter(TopKRouter):
-    """Megatron's router, except that it selects the experts of `slots` if they are set.
-
-    slots: the servers' routes for the rows, `[R, slots]`, or None to let the router choose.
-    """
+    """Megatron's router, except that it selects the experts of `slots` if they are set."""
 
     slots: Tensor | None = None
+    """The servers' routes for the rows, `[R, slots]`."""
     has_weights = False
     changed: Tensor
     agreed: Tensor | None = None
@@ -91,36 +87,17 @@ class ReplayRouter(TopKRouter):
         weights, is_chosen = super().routing(logits, *args, **kwargs)  # [R, experts]
         if not self.has_weights:
             return weights, is_chosen
-        given = torch.zeros_like(weights).scatter(1, replayed.experts.clamp_min(0), self._given(weights.dtype))
+        given = routes.weights_of(self.slots)  # [R, slots], then normalized and scaled as the model does
+        if not self.config.moe_router_pre_softmax or self.score_function == "sigmoid":
+            given = given / given.sum(-1, keepdim=True).clamp_min(1e-6)
+        given = (given * (self.config.moe_router_topk_scaling_factor or 1.0)).to(weights.dtype)
+        given = torch.zeros_like(weights).scatter(1, replayed.experts.clamp_min(0), given)
         # The server's value with the gradient of the trainer's, so that the router keeps learning.
         return torch.where(replayed.has_route, weights + (given - weights).detach(), weights), is_chosen
 
-    def _given(self, dtype: torch.dtype) -> Tensor:
-        """Return the servers' expert weights `[R, slots]`, normalized and scaled as the model does."""
-        given = routes.weights_of(self.slots)
-        if self.is_renormalised:
-            given = given / given.sum(-1, keepdim=True).clamp_min(1e-6)
-        return (given * (self.config.moe_router_topk_scaling_factor or 1.0)).to(dtype)
-
-    @property
-    def is_renormalised(self) -> bool:
-        return not self.config.moe_router_pre_softmax or self.score_function == "sigmoid"
-
-
-def replay_in(layer: Any) -> None:
-    """Replace the router in a layer's spec with ReplayRouter, if the layer is a mixture of experts."""
-    if isinstance(layer.mlp, ModuleSpec):
-        if layer.mlp.module is MoELayer:
-            layer.mlp.submodules.router = ReplayRouter
-    elif layer.mlp.func is MoELayer:  # a partial from megatron.core 0.19 on
-        layer.mlp.keywords["submodules"].router = ReplayRouter
-
 
 def recompute_with_own_slots(mixture: MoELayer) -> None:
-    """Make a mixture layer use the same routes when it is recomputed.
-
-    Megatron's recomputation would use the routes that a later microbatch has set.
-    """
+    """Recompute a mixture layer with its own routes. Megatron would use those that a later microbatch has set."""
     if not mixture.moe_layer_recompute:
         return
     mixture.moe_layer_recompute, compute = False, mixture.forward
@@ -140,14 +117,13 @@ def recompute_with_own_slots(mixture: MoELayer) -> None:
 
 
 class RoutingReplay:
-    """Routing replay of one engine: gives each mixture layer the routes of the rows that the layer is about to compute.
+    """Gives each mixture layer of an engine the routes of the rows that the layer is about to compute.
 
-    For example:
 
-        replay = RoutingReplay(form, chunks, device)
-        ids, packed = own_rows(microbatch, ..., mixtures=replay.mixtures)
-        replay.finish_pass(groups.control)  # RuntimeError if the routes are shifted
-        replay.changed_share  # 0.02: every fiftieth choice of the last pass is not the trainer's own
+    replay = RoutingReplay(form, chunks, device)
+    ids, packed = own_rows(microbatch, ..., mixtures=replay.mixtures)
+    replay.finish_pass(groups.control)  # RuntimeError if the routes are shifted
+    replay.changed_share  # 0.02: every fiftieth choice of the last pass is not the trainer's own
     """
 
     def __init__(self, form: RouteForm, chunks: list[Any], device: torch.device) -> None:
@@ -171,10 +147,9 @@ class RoutingReplay:
         routes.check_complete(found, batch["loss_mask"], batch.cu_seqlens, self.form)
 
     def finish_pass(self, group: dist.ProcessGroup) -> None:
-        """Set `changed_share` from the choices of all ranks since the last call.
+        """Set `changed_share` from the choices since the last call. Collective over `group`, a gloo group of all ranks.
 
-        Raises RuntimeError if the servers' routes are shifted against the tokens. Collective: every rank calls it.
-        group: gloo group of all ranks.
+        Raises RuntimeError if the servers' routes are shifted against the tokens.
         """
         counts = self._counts.cpu().clone()  # .cpu() makes no copy of a host tensor
         self._counts.zero_()
@@ -188,11 +163,9 @@ class RoutingReplay:
 def _hand_over(layer: nn.Module, args: Any, kwargs: dict[str, Any], *, column: int) -> None:
     """Give a layer's router the routes of this tensor rank's rows, before the layer runs or is recomputed."""
     packed: PackedRows = kwargs["packed_seq_params"]
-    router, slots = layer.mlp.router, packed.routes
-    if slots is None:
-        router.slots = None
-        return
-    own = slots[:, column]
-    if layer.config.sequence_parallel:
-        own = own.chunk(router.tp_group.size())[router.tp_group.rank()]
-    router.slots = own
+    router, slots = layer.mlp.router, None
+    if packed.routes is not None:
+        slots = packed.routes[:, column]
+        if layer.config.sequence_parallel:
+            slots = slots.chunk(router.tp_group.size())[router.tp_group.rank()]
+    router.slots = slots
