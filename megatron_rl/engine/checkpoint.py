@@ -45,29 +45,17 @@ from megatron_rl.life import process_exit
 from megatron_rl.life.stop_signal import SIGNALS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
+from megatron_rl.weights import hf_files
 from megatron_rl.weights.adapter_rules import is_adapter
 from megatron_rl.weights.decoder import Architecture
-from megatron_rl.weights.hf_files import (
-    HFFolder,
-    RandomWeights,
-    copy_model_files,
-    recover_folder,
-    replace_folder,
-    write_tensors,
-)
 from megatron_rl.weights.mapping import hf_shapes, tensors_without_rule, whole_tensors
 from megatron_rl.weights.tensor_rules import WeightSource
 
-HF_FILES = "hf"
-"""Folder in a checkpoint that holds config.json and the tokenizer."""
-CARRIED = "carried"
-"""Folder in a checkpoint that holds the model folder's tensors that are not trained, unchanged."""
-COMMON = "common.pt"
-"""File with the state that all ranks share, in checkpoints of megatron.core up to 0.18."""
-RECIPE = "_extra_state"
-"""Name under which layers of Megatron and Transformer Engine save the state of their quantization recipe."""
-WRITER_NICENESS = 10
-"""Niceness of background writers, so that training has priority on shared cores."""
+HF_FILES = "hf"  # folder in a checkpoint that holds config.json and the tokenizer
+CARRIED = "carried"  # folder in a checkpoint that holds the tensors of the model's folder that are not trained
+COMMON = "common.pt"  # file with the state that all ranks share, in checkpoints of megatron.core up to 0.18
+RECIPE = "_extra_state"  # name under which layers save the state of their quantization recipe
+WRITER_NICENESS = 10  # niceness of background writers, so that training has priority on shared cores
 SCHEDULE_KEYS = {
     "max_lr": "optimizer.lr",
     "min_lr": "optimizer.min_lr",
@@ -80,16 +68,12 @@ SCHEDULE_KEYS = {
 
 
 class CheckpointWriter:
-    """Writes checkpoints of the models in one layout, one at a time, in forked processes.
-
-    Every rank calls every method.
-    """
+    """Writes checkpoints of models in one layout, one at a time, in forked processes. All ranks call every method."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
         self.calls = AsyncCallsQueue(persistent=False)
-        self.path: Path | None = None
-        """Folder of the checkpoint being written, or None."""
+        self.path: Path | None = None  # folder of the checkpoint being written, or None
         self.copies = SharedCopies()
 
     def start(
@@ -110,8 +94,8 @@ class CheckpointWriter:
         in_background: True if training continues during the save. The writers then run at low priority.
         """
         self.finish(wait=True)
-        self.path = Path(path)
-        aside = self.path.with_name(f".{self.path.name}.partial")  # same parent folder: renaming needs the same disk
+        self.path = path = Path(path)
+        aside = path.with_name(f".{path.name}.partial")  # same parent folder: renaming needs the same disk
 
         def make_room() -> None:
             shutil.rmtree(aside, ignore_errors=True)
@@ -119,9 +103,13 @@ class CheckpointWriter:
 
         def add_model_files() -> None:
             (aside / HF_FILES).mkdir()
-            copy_model_files(model_folder, aside / HF_FILES, head=head)
+            hf_files.copy_model_files(model_folder, aside / HF_FILES, head=head)
             if is_carrying and request.async_fn is None:  # this rank has no background writer
                 _carry(model_folder, aside)
+
+        def publish() -> None:
+            manifest.write(aside)
+            hf_files.replace_folder(aside, path)
 
         self._on_main(make_room)
         strategy = get_default_save_sharded_strategy()
@@ -134,19 +122,17 @@ class CheckpointWriter:
         self._on_main(add_model_files)
         if request.async_fn is not None:
             niceness = WRITER_NICENESS if in_background else 0
-            place = aside, self.groups.rank, niceness, os.getpid()
             source = model_folder if is_carrying and self.groups.is_main else None
-            write = functools.partial(_write_and_sum, request.async_fn, source, *place)
-            request = request._replace(async_fn=write)
+            place = source, aside, self.groups.rank, niceness, os.getpid()
+            request = request._replace(async_fn=functools.partial(_write_and_sum, request.async_fn, *place))
         if request.preload_fn is not None:  # preload_fn copies tensors from the GPU
             request = request._replace(preload_fn=functools.partial(self._copied, request.preload_fn, training))
-        request.add_finalize_fn(functools.partial(self._publish, aside, self.path))
+        request.add_finalize_fn(functools.partial(self._on_main, publish))
         self.calls.schedule_async_request(request)
 
     def _copied(self, preload: Callable[[], list[Any]], training: list[Tensor]) -> list[Any]:
         """Return Megatron's buckets, (file, key, (bytes, tensors)), with copies in place of `training`'s tensors."""
-        # Compare storages, because Megatron's tensors are views. Nothing else, such as random states, changes during
-        # the save.
+        # Compare storages, because Megatron's tensors are views. Nothing else changes during the save.
         storages = {tensor.untyped_storage().data_ptr() for tensor in training}
         buckets = preload()
         tensors = [tensor for _, _, (_, items) in buckets for _, tensor in items]
@@ -180,17 +166,8 @@ class CheckpointWriter:
         self.calls.async_calls.clear()
         self.path = None
 
-    def _publish(self, aside: Path, path: Path) -> None:
-        def publish() -> None:
-            manifest.write(aside)
-            replace_folder(aside, path)
-
-        self._on_main(publish)
-
     def _on_main(self, act: Callable[[], None]) -> None:
-        """Run `act` on the main rank. Raises CheckpointError on all ranks if `act` could not write its files."""
-        fault = self.groups.on_main(act)
-        if fault:
+        if fault := self.groups.on_main(act):
             raise self._failure(fault)
 
     def _failure(self, fault: str) -> manifest.CheckpointError:
@@ -213,7 +190,7 @@ def _carry(model_folder: str | Path, target: Path) -> None:
     """Copy the tensors of a model's folder that are not trained to the checkpoint `target`."""
     if names := tensors_without_rule(model_folder):
         (target / CARRIED).mkdir()
-        write_tensors(target / CARRIED, whole_tensors(model_folder, names))
+        hf_files.write_tensors(target / CARRIED, whole_tensors(model_folder, names))
 
 
 def carried_by(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
@@ -234,8 +211,7 @@ def _write_and_sum(
 ) -> None:
     """Run Megatron's writer, then checksum this rank's files while they are in the page cache.
 
-    Megatron's writer forks one process per file and waits for a result from each. It would wait forever if one of them
-    was killed, so a SIGCHLD handler ends the writer. carried_from: argument of `_carry`, or None.
+    Megatron's writer would wait forever for a killed child, so a SIGCHLD handler ends the writer.
     """
     process_exit.die_with(trainer)
     process_exit.let_go_of_sockets()
@@ -272,14 +248,10 @@ def _fail_with_children(results: Any) -> None:
                 os._exit(1)
 
 
-# -- what a checkpoint holds -------------------------------------------------------------------------------------------
-
-
 def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = False) -> dict[str, Any]:
-    """Return the weights as shards, named by global layer number so that they can be loaded into any number of chunks.
+    """Return the weights, or only the adapters, as shards named by global layer number, for any number of chunks.
 
-    States of quantization recipes are omitted: only some kinds of layers have them, and they are empty here.
-    adapters: return only the adapters, because all other weights can be read from the model's folder.
+    Quantization recipes' states are omitted: only some kinds of layers have them, and they are empty here.
     """
     models: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
@@ -432,9 +404,6 @@ def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> Shard
     )
 
 
-# -- loading -----------------------------------------------------------------------------------------------------------
-
-
 def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / manifest.NAME).is_file()
 
@@ -524,7 +493,6 @@ def draft_of(path: Path, groups: ParallelGroups) -> dict[str, Tensor]:
 
 
 def has_mtp_layer(path: Path) -> bool:
-    """Return True if a checkpoint has a multi-token-prediction layer that was trained."""
     return "mtp_updates" in _common_state(path)
 
 
@@ -534,7 +502,7 @@ def mtp_layer_of(path: Path, arch: Architecture, groups: ParallelGroups) -> Iter
     config = EngineConfig(model=ModelConfig(path=str(path / HF_FILES), dtype=dtype), draft=DraftConfig(kind="mtp"))
     shapes = hf_shapes(arch.mtp_layer())
     # A router's bias is not trained, so the checkpoint has it as the model's folder had.
-    source: WeightSource = HFFolder(folder, shapes) if folder.is_dir() else RandomWeights(shapes, 0)
+    source: WeightSource = hf_files.HFFolder(folder, shapes) if folder.is_dir() else hf_files.RandomWeights(shapes, 0)
     layer = MTPHead(arch, config, groups, source, layer_config(arch, config, {}), device=torch.device("cpu"))
     wanted = layer.checkpoint_state(_metadata(groups), with_moments=False)
     layer.load_checkpoint(dist_checkpointing.load(wanted, str(path)), with_moments=False)
@@ -542,13 +510,10 @@ def mtp_layer_of(path: Path, arch: Architecture, groups: ParallelGroups) -> Iter
 
 
 def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
-    """Check every file against the manifest and return the unsharded state. Ranks divide the files among themselves.
-
-    Collective: every rank calls it.
-    """
+    """Check every file against the manifest and return the unsharded state. Collective: ranks divide the files."""
     path = Path(path)
     if groups.is_main:
-        recover_folder(path)  # finishes a save that was killed between its two renames
+        hf_files.recover_folder(path)  # finishes a save that was killed between its two renames
     dist.barrier(group=groups.control)
     if not is_checkpoint(path):
         raise ValueError(
@@ -569,7 +534,7 @@ def _common_state(path: Path) -> dict[str, Any]:
 
 
 def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the saved schedule. Raises ValueError if it differs from this run's, apart from constant ones' length."""
+    """Return the saved schedule. Raises ValueError if it is not this run's; constant ones may differ in length."""
     if mine["lr_decay_style"] == saved["lr_decay_style"] == "constant":
         saved = saved | {"lr_decay_steps": mine["lr_decay_steps"]}
     for name, key in SCHEDULE_KEYS.items():

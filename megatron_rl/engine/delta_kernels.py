@@ -17,17 +17,14 @@ from megatron_rl.engine.delta_rule import fork_depths, rows_before
 from megatron_rl.ops import TakenRows
 from megatron_rl.types import prefix_sums
 
-CHUNK_ROWS = 64
-"""Rows per chunk, which is what a kernel processes at a time. The package fixes this number."""
+CHUNK_ROWS = 64  # rows per chunk, which is what a kernel processes at a time. The package fixes this number
 
 
 class Sequences(NamedTuple):
     """The S consecutive sequences of one call, described on the host so that the kernels need no device sync."""
 
-    bounds: Tensor
-    """`[S + 1]` int64 prefix sums of the sequences' row counts."""
-    chunks: Tensor
-    """`[chunks, 2]` int64: each chunk's sequence, and the chunk's index within that sequence."""
+    bounds: Tensor  # `[S + 1]` int64 prefix sums of the sequences' row counts
+    chunks: Tensor  # `[chunks, 2]` int64: each chunk's sequence, and the chunk's index within that sequence
 
     @classmethod
     def of(cls, rows: Tensor) -> Sequences:
@@ -41,8 +38,7 @@ class Depth(NamedTuple):
     """The segments at one fork depth. A segment's initial state is its parent's final state, or zero."""
 
     sequences: Sequences
-    rows: int
-    """Total row count of these segments."""
+    rows: int  # total row count of these segments
     parents: TakenRows | None
     """Each segment's parent, as an index into the segments one depth above. None at depth 0."""
 
@@ -50,29 +46,20 @@ class Depth(NamedTuple):
 class Inputs(NamedTuple):
     """The K rows before each of S segments: the initial inputs of a convolution over K rows."""
 
-    taken: TakenRows
-    """`[S * K]` row indices."""
+    taken: TakenRows  # `[S * K]` row indices
     are_there: Tensor
     """`[S * K, 1]` bool: False for a row that does not exist, because fewer than K rows precede the segment."""
 
 
 class Calls(NamedTuple):
-    """The kernel calls for R packed rows.
-
-    For example:
-
-        calls = Calls.of(torch.tensor([[0, 2, -1, 0], [2, 2, 0, 2], [4, 1, 0, 2]]), 4)  # a prompt and two replies
-        len(calls.depths)  # 2: the prompt, then both replies from its final state
-    """
+    """The kernel calls for R packed rows."""
 
     segments: Sequences
-    inputs: Inputs | None
-    """None if no segment has a parent, because the initial inputs are then zero."""
+    inputs: Inputs | None  # None if no segment has a parent, because the initial inputs are then zero
     depths: list[Depth]
     by_depth: Tensor | None
     """`[R]`: row indices in the order of `depths`. None if the rows already are in that order."""
-    in_order: Tensor | None
-    """`[R]`: the index of each row in `by_depth`."""
+    in_order: Tensor | None  # `[R]`: the index of each row in `by_depth`
 
     @classmethod
     def of(cls, segments: Tensor, kernel: int) -> Calls:
@@ -112,10 +99,7 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
-    """Return, for each row and channel, SiLU of the weighted sum over the last K rows of the row's sequence.
-
-    x: `[R, channels]`. weight: `[channels, K]`.
-    """
+    """Return, for each row, SiLU of the weighted sum over the last K rows of its sequence. weight: `[channels, K]`."""
     state = None
     if calls.inputs is not None:
         taken = calls.inputs.taken.of_values(x) * calls.inputs.are_there

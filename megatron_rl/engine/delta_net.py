@@ -6,11 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -32,8 +28,7 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
     """
 
     cut = ("conv_weight", "decay_rate", "decay_bias")
-    uses_kernels = False
-    """True to use the kernels of flash-linear-attention."""
+    uses_kernels = False  # True to use the kernels of flash-linear-attention
 
     def __init__(
         self, config: TransformerConfig, layer_number: int, sizes: DeltaNet, pg_collection: Any, **_: Any
@@ -65,8 +60,7 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         """Map hidden states `[R / tensor, 1, H]` to the same shape. Also returns None, because there is no bias."""
         projected, _ = self.linear_in(hidden_states)
         plan = packed_seq_params.once("delta net", lambda: self._plan(packed_seq_params.segments))
-        # Between the two matrices, a row takes many times the memory of its hidden state: recompute these tensors in
-        # the backward pass.
+        # Recompute in the backward pass, because a row takes much more memory in `_mix` than its hidden state.
         mixed = checkpoint(self._mix, projected, plan, use_reentrant=False, preserve_rng_state=False)
         return self.linear_out(mixed)
 

@@ -1,7 +1,7 @@
 """The gated delta rule (arXiv 2412.06464) over packed rows: each row decays and corrects a state matrix per head.
 
-This plain torch implementation computes one chunk of rows at a time. Each sequence starts with a zero state. Replies or
-dialogues that share a prefix start from a copy of the prefix's final state and of its last inputs to the convolution.
+This plain torch implementation computes one chunk of rows at a time. Replies or dialogues that share a prefix start
+from a copy of the prefix's final state and of its last inputs to the convolution.
 """
 
 from __future__ import annotations
@@ -21,15 +21,11 @@ class Level(NamedTuple):
 
     parents: Tensor | None
     """`[S]`: each segment's parent, as an index into all segments of earlier levels. None at the first level."""
-    active: list[int]
-    """For each chunk index i, the number of segments with more than i chunks."""
+    active: list[int]  # for each chunk index i, the number of segments with more than i chunks
 
 
 def rows_before(segments: Tensor) -> Tensor:
-    """Return the row that precedes each row in its sequence, `[R]`, or -1 if there is none.
-
-    segments: `[S, 4]`, as in MicroBatch. They must be in row order and leave no row out.
-    """
+    """Return the row that precedes each row in its sequence, `[R]`, or -1. segments: `[S, 4]`, as in MicroBatch."""
     first, rows, parent, _ = segments.unbind(1)
     before = torch.arange(-1, int(rows.sum()) - 1)
     before[first] = torch.where(parent >= 0, (first + rows)[parent] - 1, -1)
@@ -47,18 +43,12 @@ def fork_depths(segments: Tensor) -> Tensor:
 class Chunks(NamedTuple):
     """A layout of R packed rows in N chunks of C places each.
 
-    Chunks are ordered by level, then by their index in the segment, then by segment. For example:
-
-        chunks = Chunks.of(torch.tensor([[0, 2, -1, 0], [2, 2, 0, 2], [4, 1, 0, 2]]))  # a prompt and two replies
-        chunks.before  # [6]: -1 0 1 2 1 and none: both replies' first rows follow row 1
+    Chunks are ordered by level, then by their index in the segment, then by segment.
     """
 
-    rows: Tensor
-    """`[N * C]`: the row at each place, or R if the place is empty."""
-    places: Tensor
-    """`[R]`: the place of each row."""
-    before: Tensor
-    """`[R + 1]`: the row that precedes each row in its sequence, or R if there is none."""
+    rows: Tensor  # `[N * C]`: the row at each place, or R if the place is empty
+    places: Tensor  # `[R]`: the place of each row
+    before: Tensor  # `[R + 1]`: the row that precedes each row in its sequence, or R if there is none
     levels: list[Level]
     size: int
 
@@ -93,10 +83,7 @@ class Chunks(NamedTuple):
 
 
 def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
-    """Return, for each row and channel, the weighted sum over the last K rows of the row's sequence, in the dtype of x.
-
-    x: `[R, channels]`. weight: `[channels, K]`.
-    """
+    """Return, for each row, the weighted sum over the last K rows of its sequence. weight: `[channels, K]`."""
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()
     row = torch.arange(len(x), device=x.device)
     total = padded[:-1] * weight[:, -1].float()
@@ -113,8 +100,7 @@ def gated_delta_rule(
 
     Each row first decays the state, D = exp(log_decay) S, and then corrects it: S = D + beta (v - D k) k^T. Queries and
     keys are normalized to unit length, and queries are scaled by D_k**-0.5.
-    query, key: `[R, K heads, D_k]`. Each head is shared by (V heads / K heads) value heads.
-    value: `[R, V heads, D_v]`.
+    query, key: `[R, K heads, D_k]`, each head shared by (V heads / K heads) value heads. value: `[R, V heads, D_v]`.
     log_decay, beta: `[R, V heads]`; log_decay is at most 0.
     """
     heads, width = key.shape[1], key.shape[2]

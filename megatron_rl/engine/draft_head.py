@@ -50,12 +50,9 @@ class DraftRows(NamedTuple):
     r + d, and predicts token r + d + 1.
     """
 
-    reads: Tensor
-    """`[R]`: rows of the head, sequence by sequence."""
-    lengths: list[int]
-    """Rows of each sequence."""
-    learned: Tensor
-    """`[n]`: indices in `reads` of the rows whose prediction counts."""
+    reads: Tensor  # `[R]`: rows of the head, sequence by sequence
+    lengths: list[int]  # rows of each sequence
+    learned: Tensor  # `[n]`: indices in `reads` of the rows whose prediction counts
     before: Tensor
     """`[R]`: indices of these rows in the rows of the depth before; at depth 1 in the microbatch's rows."""
 
@@ -63,7 +60,7 @@ class DraftRows(NamedTuple):
 def draft_rows(microbatch: MicroBatch, context: Axis, depths: int = 1) -> list[DraftRows]:
     """Choose, for each depth, the rows from which this context rank learns: those of each `context.size`-th sequence.
 
-    A row counts if the policy is trained on the token that it predicts. A sequence is read up to its last such row.
+    A row counts if the policy is trained on the token that it predicts.
     """
     trained = microbatch.rows["labels"] >= 0  # of the policy's rows: it predicts one token ahead, the head two
     bounds = microbatch.rows["cu_seqlens"].tolist()
@@ -86,20 +83,10 @@ def draft_rows(microbatch: MicroBatch, context: Axis, depths: int = 1) -> list[D
 
 
 class DraftHead:
-    """A draft head with its optimizer, equal on all ranks.
-
-    For example, within a training step:
-
-        draft.learn(hidden, microbatch, packed, head, embedding)  # on the last stage, for each microbatch
-        draft.step()  # on all ranks
-        draft.metrics()  # {"draft/loss": 5.1, "draft/acceptance": 0.3, ...}
-
-    weights: initial weights, by the names of weights/draft_files.py.
-    """
+    """A draft head with its optimizer, equal on all ranks. weights: initial ones, by the names of draft_files.py."""
 
     splits_rows = False
-    """True if passes communicate with ranks that have other rows. Every rank must then run every pass, even without
-    rows of its own."""
+    """True if every rank must run every pass, because passes communicate with ranks that have other rows."""
 
     def __init__(
         self,
@@ -160,8 +147,7 @@ class DraftHead:
     def learn(self, hidden: Tensor, microbatch: MicroBatch, packed: PackedRows, head: Head, embedding: Tensor) -> None:
         """Add one microbatch's gradient. Every rank of the last pipeline stage calls it.
 
-        hidden: the policy's states, as its head gets them. embedding: this tensor rank's part of the embedding, whose
-        rows are those of `head.shard`.
+        hidden: the policy's states, as its head gets them. embedding: the rows of `head.shard`.
         """
         depths = draft_rows(microbatch, self.groups.context, self.config.depths)
         everything = torch.arange(microbatch.tokens)
@@ -185,10 +171,7 @@ class DraftHead:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Update the head with the gradients of all ranks. Collective: every rank calls it.
-
-        Returns False, and changes nothing, if no rank had a prediction or if the gradient is NaN or infinite.
-        """
+        """Update the head, unless no rank had a prediction or the gradient is NaN or infinite. Collective."""
         gradients, squares = self._summed_gradients()
         if self.groups.world_size > 1:
             dist.all_reduce(self._sums)
@@ -223,10 +206,10 @@ class DraftHead:
         return [weight.data for weight in self.weights.values()], moments
 
     def metrics(self) -> dict[str, float]:
-        """Return the head's metrics since the last call; {} if it has not learned. They are equal on all ranks.
+        """Return the head's metrics since the last call, equal on all ranks; {} if it has not learned.
 
-        `draft/acceptance` is the probability that rejection sampling accepts the head's first guess, at temperature 1.
-        That of the guess at depth d, if all before it are right, is `draft/acceptance_d`.
+        `draft/acceptance` is the probability that rejection sampling accepts the head's first guess, at temperature 1,
+        and `draft/acceptance_d` that of the guess at depth d, if all before it are right.
         """
         found: dict[str, float] = {}
         for depth, (loss, overlap, count) in enumerate(self._seen.tolist(), 1):
@@ -285,10 +268,7 @@ def whole_in_checkpoint(state: dict[str, Any], groups: ParallelGroups) -> Sharde
 
 
 def first_weights(arch: Architecture, policy: WeightSource, seed: int) -> dict[str, Tensor]:
-    """Return initial weights, equal on all ranks.
-
-    Final norm and layer are the policy's last ones, as far as these have the same shapes. The rest is random.
-    """
+    """Return initial weights, equal on all ranks: the policy's final norm and last layer if they fit, else random."""
     shapes, own, last = shapes_for(arch), hf_shapes(arch), f"model.layers.{arch.layers - 1}."
     random, weights = RandomWeights(shapes, seed), {}
     for name, shape in shapes.items():

@@ -1,8 +1,7 @@
 """Attention over forked dialogues without copying their shared keys: FlexAttention reads the keys in place.
 
-Rows are in depth-first order, so all descendants of a segment follow it without a gap. A key is visible to all rows
-from its own row to the end of its branch. Blocks of scores without a visible key are skipped, and only partly visible
-blocks evaluate the mask per score. torch compiles the kernel at the first step (arXiv 2412.05496).
+Rows are in depth-first order, so a key is visible to all rows from its own row to the end of its branch. Blocks of
+scores without a visible key are skipped, and only partly visible blocks evaluate the mask (arXiv 2412.05496).
 """
 
 from __future__ import annotations
@@ -15,23 +14,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-BLOCK = 128
-"""Number of queries, and of keys, per block of scores: the default of FlexAttention's kernels."""
+BLOCK = 128  # number of queries, and of keys, per block of scores: the default of FlexAttention's kernels
 
 
 class Forks(NamedTuple):
     """The columns that determine which of K keys each of R queries attends to. All int32."""
 
-    query_row: Tensor
-    """`[R]`: the query's row in the microbatch."""
-    query_position: Tensor
-    """`[R]`: the query's position in its dialogue, which windows need."""
+    query_row: Tensor  # `[R]`: the query's row in the microbatch
+    query_position: Tensor  # `[R]`: the query's position in its dialogue, which windows need
     key_row: Tensor
-    """`[K]`: the key's row in the microbatch."""
     key_position: Tensor
-    """`[K]`: the key's position in its dialogue."""
-    key_end: Tensor
-    """`[K]`: one past the last row of the key's segment and of all its descendants."""
+    key_end: Tensor  # `[K]`: one past the last row of the key's segment and of all its descendants
 
     @classmethod
     def of(cls, segments: Tensor, positions: Tensor, queries: Tensor, keys: Tensor) -> Forks:
@@ -75,8 +68,7 @@ class Forks(NamedTuple):
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention. query `[R, heads, D]`, key `[K, kv_heads, D]`, value `[K, kv_heads, E]`.
 
-    Returns the result `[R, heads, E]` and the log of each softmax's sum, `[R, heads]` float32. The kernel sums the
-    gradients of keys in float32, block by block.
+    Returns the result `[R, heads, E]` and the log of each softmax's sum, `[R, heads]` float32.
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, width]
     is_grouped = query.shape[1] != key.shape[1]
@@ -108,10 +100,7 @@ def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each query block, the number of chosen key blocks, and the key blocks' indices with the chosen first.
-
-    chosen: `[query blocks, key blocks]` bool.
-    """
+    """Return, for each query block, the number of chosen key blocks, and all key blocks' indices, chosen ones first."""
     count = chosen.sum(-1, dtype=torch.int32)
     order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
     return count[None, None], order[None, None]

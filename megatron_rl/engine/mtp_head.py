@@ -1,15 +1,14 @@
 """A model's own multi-token-prediction layer as draft head, built from megatron.core's layers.
 
 It learns as the head in draft_head.py does. The next token's embedding and the policy's last hidden state, each after a
-norm, are projected to the input of one layer of the model's kind. Its output goes through a norm to the policy's output
-layer (DeepSeek-V3, arXiv 2412.19437, section 2.2).
-
-The layer is divided over tensor, expert and expert-tensor ranks as the model's layers are. Only the last pipeline stage
-has it. A context rank computes whole sequences, so its attention needs no other context rank.
+norm, are projected to the input of one layer of the model's kind, whose output goes through a norm to the policy's
+output layer (DeepSeek-V3, arXiv 2412.19437, section 2.2). The layer is on the last pipeline stage, and divided over
+tensor, expert and expert-tensor ranks as the model's layers are. A context rank computes whole sequences.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -64,10 +63,7 @@ class MTPLayer(ShardedModule):
 
 
 def layer_config(arch: Architecture, config: EngineConfig, passed_through: dict[str, Any]) -> TransformerConfig:
-    """Return Megatron's config of the layer. Needs no process group.
-
-    arch: the model's. passed_through: the `megatron:` section.
-    """
+    """Return Megatron's config of the layer. arch: the model's. passed_through: the `megatron:` section."""
     parallel = replace(config.parallel, pipeline=1, virtual_pipeline=1)
     own = replace(config, parallel=parallel, lora=LoraConfig(), draft=DraftConfig(), exact=False, routing_replay="off")
     if not arch.fits_transformer_engine:  # nor does the layer, whose norms and attention are the model's
@@ -78,10 +74,7 @@ def layer_config(arch: Architecture, config: EngineConfig, passed_through: dict[
 
 
 class MTPHead(DraftHead):
-    """The layer with its optimizer. `weights` are float32 copies of this rank's parameters; {} on earlier stages.
-
-    arch: the model's. tf_config: as `layer_config` returns it.
-    """
+    """The layer with its optimizer. `weights` are float32 copies of this rank's parameters; {} on earlier stages."""
 
     def __init__(
         self,
@@ -105,13 +98,10 @@ class MTPHead(DraftHead):
             weights = {name: parameter.detach() for name, parameter in self.layer.named_parameters()}
         super().__init__(layer, config.draft, groups, weights, device=device, dtype=DTYPES[config.model.dtype])
         self.updates = 0
-        self._export: HFExport | None = None
 
     @property
     def splits_rows(self) -> bool:  # type: ignore[override]
         return self.arch.mixture is not None and self.groups.expert.size * self.groups.expert_tensor.size > 1
-
-    # -- learning
 
     def states(self, hidden: Tensor, embedded: Tensor, positions: Tensor, lengths: list[int]) -> Tensor:
         assert self.layer is not None
@@ -137,14 +127,9 @@ class MTPHead(DraftHead):
         rows, sizes = torch.arange(len(positions)), torch.tensor(lengths)
         columns = torch.stack([prefix_sums(sizes)[:-1], sizes, torch.full_like(sizes, -1), torch.zeros_like(sizes)], 1)
         none = torch.zeros_like(rows)
-        microbatch = MicroBatch(
-            rows=TensorDict({"input_ids": none, "labels": none - 1}),
-            positions=positions,
-            source=rows,
-            computed=rows,
-            read=rows,
-            segments=columns,
-        )
+        labels = TensorDict({"input_ids": none, "labels": none - 1})
+        plain = {"source": rows, "computed": rows, "read": rows}
+        microbatch = MicroBatch(rows=labels, positions=positions, segments=columns, **plain)
         alone = Axis(self.groups.context.group, 1, 0)
         return own_rows(microbatch, alone, multiple_of=split, device=self.device, dtype=self.dtype)[1]
 
@@ -189,7 +174,6 @@ class MTPHead(DraftHead):
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """Round the float32 weights to the layer's parameters."""
         for weight, parameter in zip(self.weights.values(), self._parameters(), strict=True):
             parameter.copy_(weight)
 
@@ -200,15 +184,11 @@ class MTPHead(DraftHead):
         weights, moments = super().movable()
         return [parameter.data for parameter in self._parameters()], weights + moments
 
-    # -- in files
-
-    @property
+    @functools.cached_property
     def export(self) -> HFExport:
-        """The plan of `hf_tensors`. The first access creates it. Collective: every rank does so."""
-        if self._export is None:
-            chunks = [] if self.layer is None else [self.layer]
-            self._export = HFExport(chunks, self.arch, self.groups, device=self.device)
-        return self._export
+        """The plan of `hf_tensors`. The first access is collective."""
+        chunks = [] if self.layer is None else [self.layer]
+        return HFExport(chunks, self.arch, self.groups, device=self.device)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the layer's tensors in the policy's dtype, on the main rank. Collective: every rank exhausts it."""

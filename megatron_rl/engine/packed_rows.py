@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -31,8 +31,6 @@ from megatron_rl.parallel import Axis
 from megatron_rl.routes import with_no_routes
 from megatron_rl.types import MicroBatch, prefix_sums
 
-T = TypeVar("T")
-
 
 class Alike(NamedTuple):
     """Pieces with n queries and m keys each, computed by one call of dense attention."""
@@ -42,46 +40,39 @@ class Alike(NamedTuple):
     pieces: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):
-    """Positions and attention plan of this rank's R rows, for every layer. Attention is cut into P pieces.
+    """Positions and attention plan of R rows, cut into P pieces. Megatron's own fields describe one sequence."""
 
-    Megatron's own fields describe the rows as one sequence, because Megatron does not apply the positions here.
-    """
-
-    positions: Tensor = field(kw_only=True)
-    """`[R]` int64 rotary positions."""
-    reads: Tensor = field(kw_only=True)
+    positions: Tensor  # `[R]` int64 rotary positions
+    reads: Tensor
     """`[T]` int64: the row of this rank that predicts each loss row, or -1 if that row is on another context rank."""
-    trained: Tensor = field(kw_only=True)
+    trained: Tensor
     """int64 indices of the loss rows that have a label and are predicted on this rank, determined on the host."""
-    predicting: TakenRows = field(kw_only=True)
-    """This rank's rows that predict the `trained` rows."""
-    in_order: bool = field(kw_only=True)
-    """True if row t predicts loss row t for every t."""
-    keys: TakenRows | None = field(kw_only=True)
+    predicting: TakenRows  # this rank's rows that predict the `trained` rows
+    in_order: bool  # True if row t predicts loss row t for every t
+    keys: TakenRows | None
     """Indices of the pieces' keys in the rows gathered over the context axis, or None if the keys are those rows."""
-    routes: Tensor | None = field(kw_only=True, default=None)
+    routes: Tensor | None = None
     """`[R, mixtures of this rank, slots]`: the servers' experts, encoded as in megatron_rl/routes.py."""
-    context: Axis = field(kw_only=True)
-    longest_query: int = field(kw_only=True)
-    longest_key: int = field(kw_only=True)
-    query_cu: Tensor | None = field(kw_only=True, default=None)
+    context: Axis
+    longest_query: int
+    longest_key: int
+    query_cu: Tensor | None = None
     """`[P + 1]` int32 prefix sums of the pieces' query counts. None (as is `key_cu`) if attention is dense."""
-    key_cu: Tensor | None = field(kw_only=True, default=None)
-    alike: list[Alike] = field(kw_only=True, default_factory=list)
+    key_cu: Tensor | None = None
+    alike: list[Alike] = field(default_factory=list)
     """Groups of equally shaped pieces, for dense attention. Keys are listed in this order of the pieces."""
-    queries: TakenRows | None = field(kw_only=True, default=None)
+    queries: TakenRows | None = None
     """Indices of this rank's rows in the order of `alike`, or None if the rows already are in that order."""
-    unsorted: TakenRows | None = field(kw_only=True, default=None)
+    unsorted: TakenRows | None = None
     """Index of each row in the concatenated outputs of `alike`. None if `queries` is None."""
-    segments: Tensor = field(kw_only=True)
-    """`[S, 4]` segments of the microbatch and its padding, as in MicroBatch, on the host."""
-    forks: Forks | None = field(kw_only=True, default=None)
+    segments: Tensor  # `[S, 4]` segments of the microbatch and its padding, as in MicroBatch, on the host
+    forks: Forks | None = None
     """Plan for attention that reads the keys of forked dialogues in place, from the rows of all context ranks."""
     _planned: dict[Any, Any] = field(default_factory=dict)
 
-    def once(self, key: Any, plan: Callable[[], T]) -> T:
+    def once(self, key: Any, plan: Callable[[], Any]) -> Any:
         """Return what `plan` returned when a layer first asked with this key."""
         if key not in self._planned:
             self._planned[key] = plan()
@@ -93,10 +84,7 @@ class PackedRows(PackedSeqParams):
 
 
 def row_multiple(*, context: int, sequence_split: int) -> int:
-    """Return the number of which the padded row count must be a multiple.
-
-    Each context rank has two chunks of equal length. Under sequence parallelism, tensor ranks split the rows evenly.
-    """
+    """Return the number of which the row count must be a multiple, so that ranks of both axes have equal parts."""
     return math.lcm(2 * context if context > 1 else 1, context * sequence_split)
 
 
@@ -206,8 +194,7 @@ def _gathered(total: int, context: Axis, parts: int) -> Tensor:
 def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Cut the segments into pieces at the ends of the ranges.
 
-    Returns, for each piece in the order of this rank's rows: its segment's number, its number of rows, and its number
-    of keys within the segment.
+    Returns for each piece, in the order of this rank's rows: segment, number of rows, number of keys in the segment.
     """
     parts = []
     for start, stop in ranges:
@@ -221,10 +208,7 @@ def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Te
 
 
 def _key_runs(segments: Tensor, pieces: Tensor, own_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pieces' keys as runs of consecutive rows: the first row and the length of each run.
-
-    A piece's runs begin with its oldest ancestor.
-    """
+    """Return the pieces' keys as runs of consecutive rows (first row, length), beginning with the oldest ancestor."""
     first, length, parent, _ = segments.T.tolist()
     starts: list[int] = []
     lengths: list[int] = []

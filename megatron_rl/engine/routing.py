@@ -1,8 +1,7 @@
 """Routers that replay the rollout servers' expert choices (R3), if `algo.routing_replay` is on.
 
-Megatron's RouterReplay stores the experts of one pass in a process-wide list, in the order of calls. Here each
-microbatch brings its own experts, in PackedRows, so the order of microbatches, pipeline chunks and recomputed layers
-does not matter. Megatron's top-k function calls ReplayedTop for the experts, as it does for its own RouterReplay.
+Megatron's own RouterReplay keeps the experts of one pass in the order of calls. Here each microbatch brings its experts
+in PackedRows, so the order of microbatches, pipeline chunks and recomputed layers does not matter.
 
     row with a route    -> the server's experts in place of the trainer's top-k. Their weights are the trainer's, with
                            gradient (experts), or the server's values with the trainer's gradient (experts_and_weights)
@@ -29,12 +28,7 @@ from megatron_rl.types import TrajectoryBatch
 
 
 class ReplayedTop:
-    """Selects the server's experts instead of those with the top-k scores, with Megatron's `router_replay` interface.
-
-    slots: the servers' routes for this rank's rows, `[R, slots]`.
-    changed: `[2]` counters: choices that differ from the trainer's own, and all choices.
-    agreed: `[4]` counters for routes.shift_fault.
-    """
+    """Selects the server's experts instead of the top-k ones, with Megatron's `router_replay` interface."""
 
     def __init__(self, slots: Tensor, changed: Tensor, agreed: Tensor | None) -> None:
         self.experts, self.changed, self.agreed = routes.experts_of(slots).long(), changed, agreed
@@ -57,10 +51,8 @@ class ReplayedTop:
         return scores.gather(1, experts), experts
 
     def _agreements(self, own: Tensor) -> Tensor:
-        """Return the four counts of routes.shift_fault, over rows whose two neighbors also have routes.
-
-        At the few sequence borders, a neighbor belongs to another sequence. This biases both neighbors' counts equally.
-        """
+        """Return the four counts of routes.shift_fault, over rows whose two neighbors also have routes."""
+        # At the few borders, a neighbor is of another sequence, which biases both neighbors' counts equally.
         inner = (self.has_route[:-2] & self.has_route[1:-1] & self.has_route[2:])[:, 0]
         chosen = own[1:-1, :, None]
         found = [
@@ -73,11 +65,10 @@ class ReplayedTop:
 class ReplayRouter(TopKRouter):
     """Megatron's router, except that it selects the experts of `slots` if they are set."""
 
-    slots: Tensor | None = None
-    """The servers' routes for the rows, `[R, slots]`."""
+    slots: Tensor | None = None  # the servers' routes for the rows, `[R, slots]`
     has_weights = False
-    changed: Tensor
-    agreed: Tensor | None = None
+    changed: Tensor  # `[2]` counters: choices that are not the trainer's own, and all choices
+    agreed: Tensor | None = None  # `[4]` counters for routes.shift_fault
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.slots is None:
@@ -117,14 +108,7 @@ def recompute_with_own_slots(mixture: MoELayer) -> None:
 
 
 class RoutingReplay:
-    """Gives each mixture layer of an engine the routes of the rows that the layer is about to compute.
-
-
-    replay = RoutingReplay(form, chunks, device)
-    ids, packed = own_rows(microbatch, ..., mixtures=replay.mixtures)
-    replay.finish_pass(groups.control)  # RuntimeError if the routes are shifted
-    replay.changed_share  # 0.02: every fiftieth choice of the last pass is not the trainer's own
-    """
+    """Gives each mixture layer of an engine the routes of the rows that the layer is about to compute."""
 
     def __init__(self, form: RouteForm, chunks: list[Any], device: torch.device) -> None:
         self.form = form
@@ -132,7 +116,7 @@ class RoutingReplay:
         # Megatron numbers layers from 1. Only the columns of this rank's layers are copied to the device.
         self.mixtures = [form.layers.index(layer.layer_number - 1) for layer in layers]
         self._counts = torch.zeros(6, dtype=torch.int64, device=device)
-        self.changed_share = 0.0
+        self.changed_share = 0.0  # share of the last pass's choices that are not the trainer's own
         for column, layer in enumerate(layers):
             layer.mlp.router.has_weights, layer.mlp.router.changed = form.has_weights, self._counts[4:]
             # the first mixture only: the inputs of later ones depend on its replayed choices
@@ -142,7 +126,6 @@ class RoutingReplay:
             layer.register_forward_pre_hook(functools.partial(_hand_over, column=column), with_kwargs=True)
 
     def check(self, batch: TrajectoryBatch) -> None:
-        """Raise ValueError if a trajectory's routes are incomplete."""
         found = batch.tokens.get(routes.COLUMN)
         routes.check_complete(found, batch["loss_mask"], batch.cu_seqlens, self.form)
 
