@@ -1,8 +1,7 @@
 """LoRA adapters on Megatron's linear layers: y = W x + scale lora_B (lora_A x), with W frozen.
 
 Adapters are split over tensor ranks as W is: lora_A if W is split by columns, lora_B if W is split by rows. Ranks
-exchange only lora_A x, which has `rank` numbers per token and projection. tests/megatron/test_adapters.py compares each
-layout's results with those of one process.
+exchange only lora_A x, which has `rank` numbers per token and projection.
 """
 
 from __future__ import annotations
@@ -14,13 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
+from megatron.core import tensor_parallel
 from megatron.core.transformer.mlp import apply_swiglu_sharded_factory
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
@@ -35,25 +28,16 @@ from megatron_rl.weights.tensor_rules import Columns, GateUp, Replicated, Rule
 
 
 class Adapter(nn.Module):
-    """This rank's part of one matrix's adapter.
+    """This rank's part of one matrix's adapter, which maps the matrix's input and output to the adapted output.
 
-    A call takes the matrix's input and output, and returns the adapted output. A fused matrix has several projections,
-    each with its own part of lora_A.
-    lora_A: `[projections x rank, this rank's columns]`; lora_B: `[this rank's rows, rank]`.
-    lent: lora_A, lora_B and scale of another model with the same base, which calls use instead of this adapter's own.
+    lora_A: `[projections of a fused matrix x rank, this rank's columns]`; lora_B: `[this rank's rows, rank]`.
     """
 
     lent: tuple[Tensor, Tensor, float] | None = None
+    """lora_A, lora_B and scale of another model with the same base, to use instead of this adapter's own."""
 
     def __init__(
-        self,
-        weight: Tensor,
-        rule: Rule,
-        arch: Architecture,
-        lora: LoraConfig,
-        axis: Axis,
-        *,
-        config: TransformerConfig,
+        self, weight: Tensor, rule: Rule, arch: Architecture, lora: LoraConfig, axis: Axis, *, config: TransformerConfig
     ) -> None:
         super().__init__()
         self.rule, self.axis, self.scale, self.is_on = rule, axis, lora.alpha / lora.rank, True
@@ -65,8 +49,7 @@ class Adapter(nn.Module):
         rows, columns = weight.shape
         self.lora_A = nn.Parameter(torch.empty(len(parts) * lora.rank, columns, **like))
         self.lora_B = nn.Parameter(torch.empty(rows, lora.rank, **like))
-        # The projection that each row of a fused matrix belongs to: the row uses only that projection's part of lora_A
-        # x.
+        # The projection that each row of a fused matrix belongs to, and whose part of lora_A x the row uses.
         chosen: Tensor | None = None
         if len(rule.hf) > 1:
             of_row = rule.layout.load(_Numbered(parts), list(rule.hf), (rows, 1), axis.rank, axis.size, arch)
@@ -75,9 +58,10 @@ class Adapter(nn.Module):
         for name, part in self.named_parameters():
             dim = adapter_rule(rule, name, lora).layout.split_dim
             is_expert = rule.expert is not None
-            # Megatron's gradient norm counts replicated parameters on tensor rank 0 only, but other ranks have other
-            # experts.
-            set_tensor_model_parallel_attributes(part, is_expert or dim is not None, -1 if dim is None else dim, 1)
+            # Megatron's gradient norm counts replicas on tensor rank 0 only, but other ranks have other experts.
+            tensor_parallel.set_tensor_model_parallel_attributes(
+                part, is_expert or dim is not None, -1 if dim is None else dim, 1
+            )
             if is_expert:
                 part.allreduce = False  # an expert's replicas are on other ranks than those of the rest of the layer
                 part.shared = dim is None and axis.rank > 0  # excluded from the norm, which counts another rank's copy
@@ -85,10 +69,7 @@ class Adapter(nn.Module):
                 part.sequence_parallel = True  # each rank has the gradient of its rows, which Megatron sums
 
     def wide_b(self, lora_b: Tensor) -> Tensor:
-        """Return lora_B widened to `[rows, projections x rank]`: each row is 0 outside its projection's columns.
-
-        In the product with lora_A x, each row then uses only its own projection's part of lora_A x.
-        """
+        """Return lora_B widened to `[rows, projections x rank]`: each row is 0 outside its projection's columns."""
         if self.chosen is None:
             return lora_b
         return (self.chosen[:, :, None] * lora_b[:, None]).flatten(1)
@@ -101,23 +82,29 @@ class Adapter(nn.Module):
         if self.rule.expert is not None:
             # The dispatcher gives each rank all rows, and sums outputs and input gradients over the ranks. The gradient
             # of the replicated matrix must be summed here.
-            copied = (lambda weight: copy_to_tensor_model_parallel_region(weight, group)) if is_shared else lambda w: w
-            down, up = (lora_a, copied(lora_b)) if self.is_cut_by_columns else (copied(lora_a), None)
-            return self._add(F.linear(x, down), self.wide_b(lora_b) if up is None else up, output, scale)
+            if is_shared and self.is_cut_by_columns:
+                lora_b = tensor_parallel.copy_to_tensor_model_parallel_region(lora_b, group)
+            elif is_shared:
+                lora_a = tensor_parallel.copy_to_tensor_model_parallel_region(lora_a, group)
+            up = lora_b if self.is_cut_by_columns else self.wide_b(lora_b)
+            return self._add(F.linear(x, lora_a), up, output, scale)
         inner = F.linear(x, lora_a)
         if is_shared and not self.is_whole:
-            if self.is_cut_by_columns:  # each rank has a partial sum
-                reduce = (
-                    reduce_scatter_to_sequence_parallel_region
-                    if self.sequence_parallel
-                    else reduce_from_tensor_model_parallel_region
-                )
-                inner = reduce(inner, group=group)
+            if self.is_cut_by_columns and self.sequence_parallel:  # each rank has a partial sum
+                inner = tensor_parallel.reduce_scatter_to_sequence_parallel_region(inner, group=group)
+            elif self.is_cut_by_columns:
+                inner = tensor_parallel.reduce_from_tensor_model_parallel_region(inner, group=group)
             elif self.sequence_parallel:  # each rank has some of the rows
-                inner = gather_from_sequence_parallel_region(inner, group=group)
+                inner = tensor_parallel.gather_from_sequence_parallel_region(inner, group=group)
             else:  # each rank has all rows, and a partial sum in the backward pass
-                inner = copy_to_tensor_model_parallel_region(inner, group=group)
+                inner = tensor_parallel.copy_to_tensor_model_parallel_region(inner, group=group)
         return self._add(inner, self.wide_b(lora_b), output, scale)
+
+    def adapt(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
+        """Adapt a matrix's output; a forward hook of the matrix."""
+        if isinstance(output, Tensor):
+            return self(inputs[0], output)
+        return self(inputs[0], output[0]), *output[1:]
 
     def _add(self, inner: Tensor, up: Tensor, output: Tensor, scale: float) -> Tensor:
         """Return `output + scale * inner @ up.T` from one call that forms no separate tensor for the product."""
@@ -133,7 +120,6 @@ class Adapter(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Return the parameters as shards of the whole model, in the format of Megatron's layers."""
         own = self.state_dict(keep_vars=True)
         cut = {} if self.is_whole else {"lora_A": 1} if self.is_cut_by_columns else {"lora_B": 0}
         groups = {"tp_group": self.axis.group, "dp_cp_group": (metadata or {})["dp_cp_group"]}
@@ -145,10 +131,7 @@ class Adapter(nn.Module):
 
 
 class _Numbered:
-    """A weight source that shows which row of a fused matrix belongs to which projection.
-
-    Each projection's tensor is filled with the projection's index in `names`, or -1 if `names` lacks it.
-    """
+    """A weight source that fills each projection's tensor with the projection's index in `names`, or -1."""
 
     def __init__(self, names: list[str]) -> None:
         self.numbers = {name: number for number, name in enumerate(names)}
@@ -161,8 +144,7 @@ class Adapters:
     """All adapters of this rank. The constructor freezes the model's weights; the adapters' values are loaded later."""
 
     def __init__(self, chunks: list[Any], arch: Architecture, lora: LoraConfig, groups: ParallelGroups) -> None:
-        self._of: dict[Tensor, Adapter] = {}
-        """Maps each adapted matrix to its adapter."""
+        self._of: dict[Tensor, Adapter] = {}  # maps each adapted matrix to its adapter
         self._in_order: list[Adapter] = []
         self.sum_of_base = 0
         self._base: list[tuple[Tensor, Rule]] = []
@@ -172,7 +154,7 @@ class Adapters:
 
     @property
     def parameters(self) -> list[nn.Parameter]:
-        """This rank's lora_A and lora_B of each adapter, in the order of the model's parameters."""
+        """lora_A and lora_B of each of this rank's adapters, in the order of the model's parameters."""
         return [part for adapter in self._in_order for part in (adapter.lora_A, adapter.lora_B)]
 
     def set_scale(self, scale: float) -> None:
@@ -209,7 +191,7 @@ class Adapters:
             axis = groups.tensor if rule.expert is None else groups.expert_tensor
             adapter = Adapter(weight, rule, arch, lora, axis, config=chunk.config)
             modules[above].add_module(own + MODULE, adapter)
-            linear.register_forward_hook(_adding(adapter), prepend=True)  # before a norm that follows the matrix
+            linear.register_forward_hook(adapter.adapt, prepend=True)  # before a norm that follows the matrix
             self._of[weight] = adapter
         if chunk.pre_process:
             # Recomputed layers propagate gradients only if their input requires one. Nothing else here makes it do so.
@@ -218,19 +200,16 @@ class Adapters:
     @contextmanager
     def off(self) -> Iterator[None]:
         """Disable all adapters inside this context."""
-        for adapter in self._of.values():
+        for adapter in self._in_order:
             adapter.is_on = False
         try:
             yield
         finally:
-            for adapter in self._of.values():
+            for adapter in self._in_order:
                 adapter.is_on = True
 
     def note_base(self, groups: ParallelGroups) -> None:
-        """Compute `sum_of_base` after loading: a checksum of all frozen weights that is the same in every layout.
-
-        Collective: every rank calls it.
-        """
+        """Compute `sum_of_base`, a checksum of all frozen weights that is the same in every layout. Collective."""
         total = torch.zeros((), dtype=torch.int64, device=self._base[0][0].device)
         for weight, rule in self._base:
             is_expert, is_cut = rule.expert is not None, rule.layout.split_dim is not None
@@ -246,15 +225,6 @@ class Adapters:
         """Return this rank's shard of the weight with its adapter merged, for servers that cannot apply adapters."""
         adapter = self._of.get(weight)
         return weight.detach() if adapter is None else adapter.merged(weight)
-
-
-def _adding(adapter: Adapter) -> Any:
-    def add(linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
-        if isinstance(output, Tensor):
-            return adapter(inputs[0], output)
-        return adapter(inputs[0], output[0]), *output[1:]
-
-    return add
 
 
 def _wanting_gradient(embedding: nn.Module, inputs: Any, rows: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Causal attention over packed rows for Megatron's core-attention slot.
 
-On CUDA in 16-bit dtypes, it uses torch's or Transformer Engine's variable-length kernel. If the shared keys of forked
-dialogues are not copied, it uses FlexAttention instead (forks.py). In all other cases, it makes one SDPA call for each
-group of equally shaped pieces (packed_rows.py). There is no padding. A query attends only to its own segment and that
-segment's ancestors.
+On CUDA in 16-bit dtypes, it uses torch's or Transformer Engine's variable-length kernel, or FlexAttention if the shared
+keys of forked dialogues are not copied (forks.py). In all other cases, it makes one SDPA call for each group of equally
+shaped pieces (packed_rows.py).
 """
 
 from __future__ import annotations
@@ -12,35 +11,35 @@ import functools
 import inspect
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from megatron_rl.engine import forks
 from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.packed_rows import Alike, PackedRows, has_varlen_kernel
 from megatron_rl.engine.rope import Rope, rotate
+from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.ops import fixed_order
 
 
 class PackedAttention(nn.Module):
     """Grouped-query causal attention. query `[R, heads, D]`, key and value `[R, kv_heads, D]` -> `[R, heads * D]`.
 
-    It applies the rotary embedding itself, because rows need not be in the order of their positions. `rope` is set
-    after building; None means that queries and keys arrive already rotated. Under context parallelism, keys and values
-    are gathered.
+    It applies the rotary embedding itself, because rows need not be in the order of their positions. Under context
+    parallelism, keys and values are gathered. The attributes below are set after building.
     """
 
-    rope: Rope | None = None
+    rope: Rope | None = None  # None if queries and keys arrive already rotated
     expand: Callable[[Tensor, PackedRows], tuple[Tensor, Tensor]] | None = None
     """Function that forms keys and values from the compressed keys of latent attention; None for other attention."""
     window: int | None = None
     """Maximum number of keys that a query attends to, its own included. None: no limit."""
-    in_fixed_order = False
-    """True to sum in the order of ops/fixed_order.py."""
+    in_fixed_order = False  # True to sum in the order of ops/fixed_order.py
     uses_transformer_engine = False
-    """True to use Transformer Engine's attention, which chooses between cuDNN's and FlashAttention's kernels."""
 
     def __init__(self, config, layer_number, attn_mask_type=None, attention_type=None, softmax_scale=None, **_) -> None:
         super().__init__()
@@ -118,7 +117,10 @@ class PackedAttention(nn.Module):
         return out[..., :width] if is_narrow else out
 
     def _in_place(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
-        return forks.attend(query, key, value, packed.blocks(self.window), self.scale)[0]
+        return forks.attend(query, key, value, self._blocks(packed), self.scale)[0]
+
+    def _blocks(self, packed: PackedRows) -> BlockMask:
+        return packed.once(("blocks", self.window), lambda: packed.forks.blocks(self.window))
 
     def _by_shape(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
         if packed.queries is not None:
@@ -136,8 +138,7 @@ class PackedAttention(nn.Module):
         is_square = alike.n == alike.m and not is_windowed
         mask = None  # a single query attends to all of its keys
         if not is_square and (alike.n > 1 or is_windowed):
-            # The queries are the last n of the m keys: query i is key m - n + i. SDPA's is_causal aligns them with the
-            # first keys.
+            # The queries are the last n of the m keys. SDPA's is_causal would align them with the first keys.
             mask = torch.ones(alike.n, alike.m, dtype=torch.bool, device=query.device).tril(alike.m - alike.n)
             if is_windowed:
                 mask = mask.triu(alike.m - alike.n - self.window + 1)
@@ -148,14 +149,87 @@ class PackedAttention(nn.Module):
         return fixed_order.with_value(out, fixed_order.attention(query, key, value, *bounds, self.scale))
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Compute dense attention. query `[pieces, heads, n, D]`, key and value `[pieces, kv_heads, m, D]`.
-
-        mask: `[n, m]`, True where a query attends to a key.
-        """
+        """Compute dense attention of `[pieces, heads, rows, D]` tensors. mask: `[n, m]`, True for visible keys."""
         is_grouped = query.shape[1] != key.shape[1]
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=is_causal, scale=self.scale, enable_gqa=is_grouped
         )
+
+
+class SinkAttention(ShardedModule, PackedAttention):
+    """PackedAttention with sinks (GPT-OSS): each head has a learned logit in its softmax, which stands for no key.
+
+    Kernels divide by the sum of exp(score) without exp(sink), so their results are multiplied by the ratio of the sums.
+    """
+
+    cut = ("sinks",)
+
+    def __init__(self, config: Any, layer_number: int, *args: Any, pg_collection: Any, **options: Any) -> None:
+        super().__init__(config, layer_number, *args, **options)
+        self.tp_group = pg_collection.tp
+        heads = config.num_attention_heads // self.tp_group.size()
+        self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
+        """Compute dense attention with one more key of zeros, whose score is the sink, given by the additive mask."""
+        pieces, heads, n, _ = query.shape
+        m = key.shape[2]
+        if is_causal:
+            mask = torch.ones(n, m, dtype=torch.bool, device=query.device).tril()
+        bias = query.new_zeros(n, m)
+        if mask is not None:
+            bias = bias.masked_fill(~mask, -torch.inf)
+        sinks = self.sinks.to(query.dtype)[:, None, None].expand(-1, n, 1)
+        bias = torch.cat([bias.expand(heads, -1, -1), sinks], dim=-1)
+        key, value = (F.pad(x, (0, 0, 0, 1)) for x in (key, value))
+        is_grouped = heads != key.shape[1]
+        return F.scaled_dot_product_attention(query, key, value, bias[None], scale=self.scale, enable_gqa=is_grouped)
+
+    def _varlen_kernel(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        bounds = (packed.query_cu, packed.key_cu, packed.longest_query, packed.longest_key, 0.0, self.window is None)
+        left, right = self._bounds
+        options = dict(scale=self.scale, window_size_left=left, window_size_right=right)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor]]:
+            out, lse, *random = torch.ops.aten._flash_attention_forward(q, k, v, *bounds, False, **options)
+            return out, lse, (random[0], random[1])
+
+        def backward(grad: Tensor, *tensors: Tensor, state: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+            return torch.ops.aten._flash_attention_backward(grad, *tensors, *bounds, *state, **options)
+
+        return WithSinks.apply(query, key, value, self.sinks, forward, backward)
+
+    def _in_place(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
+        out, log_sum = forks.attend(query, key, value, self._blocks(packed), self.scale)
+        return out * (log_sum - self.sinks.float()).sigmoid()[..., None].to(out.dtype)
+
+
+class WithSinks(torch.autograd.Function):
+    """Attention with sinks, from a kernel without them, which is given as two functions.
+
+    query: `[R, heads, D]`; key, value: `[K, kv_heads, D]`; sinks: `[heads]`.
+    forward: (query, key, value) -> result `[R, heads, D]`, log of the softmax's sum `[heads, R]` float32, kernel state.
+    backward: (gradient, query, key, value, result, log of the sum, state) -> the gradients of query, key and value.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, forward: Callable, backward: Callable
+    ) -> Tensor:
+        out, lse, ctx.state = forward(query, key, value)
+        total = torch.logaddexp(lse, sinks.float()[:, None])
+        out = (out * (lse - total).exp().T[..., None]).to(query.dtype)
+        ctx.save_for_backward(query, key, value, sinks, out, total)
+        ctx.backward_kernel = backward
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, sinks, out, total = ctx.saved_tensors
+        gradients = ctx.backward_kernel(grad.contiguous(), query, key, value, out, total, state=ctx.state)
+        share = (sinks.float()[:, None] - total).exp()  # [heads, R]: the sink's share
+        lost = (grad.float() * out.float()).sum(-1)  # [R, heads]
+        return *gradients, -(share.T * lost).sum(0).to(sinks.dtype), None, None
 
 
 @functools.cache

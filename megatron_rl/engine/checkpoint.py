@@ -1,9 +1,9 @@
 """Checkpoints in Megatron's dist_checkpointing format, written in the background and loadable in any parallel layout.
 
-A checkpoint is a folder with four parts. The sharded state holds the model and, for a training run, its optimizer,
-schedule and random states. `hf/` holds config.json and the tokenizer. `carried/` holds those tensors of the model's
-folder for which the model has no parameters. manifest.json lists the size and CRC-32 of every file. The folder appears
-under its name only when it is complete. Loading rejects a checkpoint that was modified.
+A checkpoint is a folder. The sharded state holds the model and, for a training run, its optimizer, schedule and random
+states. `hf/` holds config.json and the tokenizer. `carried/` holds the tensors of the model's folder for which the
+model has no parameters. manifest.json lists the size and CRC-32 of every file. The folder appears under its name only
+when it is complete. Loading rejects a checkpoint that was modified.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,38 +36,26 @@ from torch.distributed.checkpoint import CheckpointException
 
 from megatron_rl.config import DraftConfig, EngineConfig, ModelConfig
 from megatron_rl.engine import manifest, optimizer_kinds
-from megatron_rl.engine.adapters import Adapters
-from megatron_rl.engine.draft_head import DraftHead
+from megatron_rl.engine.draft_head import DraftHead, whole_in_checkpoint
 from megatron_rl.engine.host_memory import SharedCopies
+from megatron_rl.engine.microbatch_engine import MicrobatchEngine
 from megatron_rl.engine.mtp_head import MTPHead, layer_config
 from megatron_rl.engine.optimizer_shards import OptimizerShards
 from megatron_rl.life import process_exit
 from megatron_rl.life.stop_signal import SIGNALS
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.platform.plain_checkpoints import check_objects, refusing_code
+from megatron_rl.weights import hf_files
 from megatron_rl.weights.adapter_rules import is_adapter
 from megatron_rl.weights.decoder import Architecture
-from megatron_rl.weights.hf_files import (
-    HFFolder,
-    RandomWeights,
-    copy_model_files,
-    recover_folder,
-    replace_folder,
-    write_tensors,
-)
 from megatron_rl.weights.mapping import hf_shapes, tensors_without_rule, whole_tensors
 from megatron_rl.weights.tensor_rules import WeightSource
 
-HF_FILES = "hf"
-"""Folder in a checkpoint that holds config.json and the tokenizer."""
-CARRIED = "carried"
-"""Folder in a checkpoint that holds the model folder's tensors that are not trained, unchanged."""
-COMMON = "common.pt"
-"""File with the state that all ranks share, in checkpoints of megatron.core up to 0.18."""
-RECIPE = "_extra_state"
-"""Name under which layers of Megatron and Transformer Engine save the state of their quantization recipe."""
-WRITER_NICENESS = 10
-"""Niceness of background writers, so that training has priority on shared cores."""
+HF_FILES = "hf"  # folder in a checkpoint that holds config.json and the tokenizer
+CARRIED = "carried"  # folder in a checkpoint that holds the tensors of the model's folder that are not trained
+COMMON = "common.pt"  # file with the state that all ranks share, in checkpoints of megatron.core up to 0.18
+RECIPE = "_extra_state"  # name under which layers save the state of their quantization recipe
+WRITER_NICENESS = 10  # niceness of background writers, so that training has priority on shared cores
 SCHEDULE_KEYS = {
     "max_lr": "optimizer.lr",
     "min_lr": "optimizer.min_lr",
@@ -79,30 +67,13 @@ SCHEDULE_KEYS = {
 """Maps Megatron's names of the schedule's parameters to our config keys."""
 
 
-class _TrainedModel(Protocol):
-    """The attributes of an engine that a checkpoint saves or restores."""
-
-    config: EngineConfig
-    groups: ParallelGroups
-    chunks: list[Any]
-    adapters: Adapters | None
-    draft: DraftHead | None
-    optimizer: Any
-    scheduler: Any
-    version: int
-
-
 class CheckpointWriter:
-    """Writes checkpoints of the models in one layout, one at a time, in forked processes.
-
-    Every rank calls every method.
-    """
+    """Writes checkpoints of models in one layout, one at a time, in forked processes. All ranks call every method."""
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
         self.calls = AsyncCallsQueue(persistent=False)
-        self.path: Path | None = None
-        """Folder of the checkpoint being written, or None."""
+        self.path: Path | None = None  # folder of the checkpoint being written, or None
         self.copies = SharedCopies()
 
     def start(
@@ -116,17 +87,15 @@ class CheckpointWriter:
         training: list[Tensor],
         in_background: bool,
     ) -> None:
-        """Start writing a snapshot of `state`, which may change as soon as this returns.
+        """Start writing a snapshot of `state`, after waiting for an earlier checkpoint. The state may then change.
 
-        If an earlier checkpoint is still being written, this call first waits for it.
-        is_carrying: True if `model_folder` has the model's initial weights. The checkpoint then also gets those tensors
-        of the folder that are not trained.
+        is_carrying: the checkpoint also gets the tensors of `model_folder` that are not trained.
         training: tensors that training changes during the save. The writers get copies of them.
         in_background: True if training continues during the save. The writers then run at low priority.
         """
         self.finish(wait=True)
-        self.path = Path(path)
-        aside = self.path.with_name(f".{self.path.name}.partial")  # same parent folder: renaming needs the same disk
+        self.path = path = Path(path)
+        aside = path.with_name(f".{path.name}.partial")  # same parent folder: renaming needs the same disk
 
         def make_room() -> None:
             shutil.rmtree(aside, ignore_errors=True)
@@ -134,9 +103,13 @@ class CheckpointWriter:
 
         def add_model_files() -> None:
             (aside / HF_FILES).mkdir()
-            copy_model_files(model_folder, aside / HF_FILES, head=head)
+            hf_files.copy_model_files(model_folder, aside / HF_FILES, head=head)
             if is_carrying and request.async_fn is None:  # this rank has no background writer
                 _carry(model_folder, aside)
+
+        def publish() -> None:
+            manifest.write(aside)
+            hf_files.replace_folder(aside, path)
 
         self._on_main(make_room)
         strategy = get_default_save_sharded_strategy()
@@ -145,24 +118,21 @@ class CheckpointWriter:
         options: dict[str, Any] = {"async_sharded_save": True}
         if "async_strategy" in inspect.signature(dist_checkpointing.save).parameters:  # megatron.core >= 0.18
             options["async_strategy"] = "mcore"
-        # only plans the save; async_fn writes the tensors
-        request = dist_checkpointing.save(state, str(aside), strategy, **options)
+        request = dist_checkpointing.save(state, str(aside), strategy, **options)  # a plan; async_fn writes the tensors
         self._on_main(add_model_files)
         if request.async_fn is not None:
             niceness = WRITER_NICENESS if in_background else 0
-            place = aside, self.groups.rank, niceness, os.getpid()
             source = model_folder if is_carrying and self.groups.is_main else None
-            write = functools.partial(_write_and_sum, request.async_fn, source, *place)
-            request = request._replace(async_fn=write)
+            place = source, aside, self.groups.rank, niceness, os.getpid()
+            request = request._replace(async_fn=functools.partial(_write_and_sum, request.async_fn, *place))
         if request.preload_fn is not None:  # preload_fn copies tensors from the GPU
             request = request._replace(preload_fn=functools.partial(self._copied, request.preload_fn, training))
-        request.add_finalize_fn(functools.partial(self._publish, aside, self.path))
+        request.add_finalize_fn(functools.partial(self._on_main, publish))
         self.calls.schedule_async_request(request)
 
     def _copied(self, preload: Callable[[], list[Any]], training: list[Tensor]) -> list[Any]:
         """Return Megatron's buckets, (file, key, (bytes, tensors)), with copies in place of `training`'s tensors."""
-        # Compare storages, because Megatron's tensors are views. Nothing else, such as random states, changes during
-        # the save.
+        # Compare storages, because Megatron's tensors are views. Nothing else changes during the save.
         storages = {tensor.untyped_storage().data_ptr() for tensor in training}
         buckets = preload()
         tensors = [tensor for _, _, (_, items) in buckets for _, tensor in items]
@@ -177,7 +147,6 @@ class CheckpointWriter:
         """Publish the pending checkpoint if its writers are done. Returns True if no checkpoint is pending.
 
         Raises CheckpointError on all ranks if a writer failed. An earlier checkpoint of the same name stays intact.
-        wait: wait until the writers are done.
         """
         if self.path is None:
             return True
@@ -197,17 +166,8 @@ class CheckpointWriter:
         self.calls.async_calls.clear()
         self.path = None
 
-    def _publish(self, aside: Path, path: Path) -> None:
-        def publish() -> None:
-            manifest.write(aside)
-            replace_folder(aside, path)
-
-        self._on_main(publish)
-
     def _on_main(self, act: Callable[[], None]) -> None:
-        """Run `act` on the main rank. Raises CheckpointError on all ranks if `act` could not write its files."""
-        fault = self.groups.on_main(act)
-        if fault:
+        if fault := self.groups.on_main(act):
             raise self._failure(fault)
 
     def _failure(self, fault: str) -> manifest.CheckpointError:
@@ -230,7 +190,7 @@ def _carry(model_folder: str | Path, target: Path) -> None:
     """Copy the tensors of a model's folder that are not trained to the checkpoint `target`."""
     if names := tensors_without_rule(model_folder):
         (target / CARRIED).mkdir()
-        write_tensors(target / CARRIED, whole_tensors(model_folder, names))
+        hf_files.write_tensors(target / CARRIED, whole_tensors(model_folder, names))
 
 
 def carried_by(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
@@ -251,9 +211,7 @@ def _write_and_sum(
 ) -> None:
     """Run Megatron's writer, then checksum this rank's files while they are in the page cache.
 
-    Megatron's writer forks one process per file and waits for a result from each. It would wait forever if one of them
-    was killed, so a SIGCHLD handler ends the writer.
-    carried_from: model folder whose tensors that are not trained are copied too, or None.
+    Megatron's writer would wait forever for a killed child, so a SIGCHLD handler ends the writer.
     """
     process_exit.die_with(trainer)
     process_exit.let_go_of_sockets()
@@ -290,30 +248,23 @@ def _fail_with_children(results: Any) -> None:
                 os._exit(1)
 
 
-# -- what a checkpoint holds -------------------------------------------------------------------------------------------
-
-
 def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = False) -> dict[str, Any]:
-    """Return the weights as shards, named by global layer number so that they can be loaded into any number of chunks.
+    """Return the weights, or only the adapters, as shards named by global layer number, for any number of chunks.
 
-    States of quantization recipes are omitted: only some kinds of layers have them, and they are empty without
-    quantization.
-    adapters: return only the adapters, because all other weights can be read from the model's folder.
+    Quantization recipes' states are omitted: only some kinds of layers have them, and they are empty here.
     """
-    states = (chunk.sharded_state_dict(metadata=_metadata(groups)) for chunk in chunks)
-    return {
-        f"model{n}": {
-            name: part for name, part in state.items() if RECIPE not in name and (is_adapter(name) or not adapters)
-        }
-        for n, state in enumerate(states)
-    }
+    models: dict[str, Any] = {}
+    for number, chunk in enumerate(chunks):
+        state = chunk.sharded_state_dict(metadata=_metadata(groups)).items()
+        kept = {name: part for name, part in state if RECIPE not in name and (is_adapter(name) or not adapters)}
+        models[f"model{number}"] = kept
+    return models
 
 
-def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[OptimizerShards]]:
+def training_state(engine: MicrobatchEngine) -> tuple[dict[str, Any], list[OptimizerShards]]:
     """Return the state to save or to load: weights and optimizer as shards, schedule, version, random states.
 
-    Also returns the shards of a distributed optimizer. A caller that loads into the state must then call `take_over` on
-    each of these shards.
+    Also returns a distributed optimizer's shards. After loading into the state, call `take_over` on each of them.
     """
     start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
@@ -339,19 +290,12 @@ def training_state(engine: _TrainedModel) -> tuple[dict[str, Any], list[Optimize
         "lora": _lora_state(engine),
         "has_draft": False,
     }
-    if isinstance(engine.draft, MTPHead):
-        state |= {"mtp_updates": engine.draft.updates, "draft": engine.draft.sharded_state(_metadata(engine.groups))}
-    elif engine.draft is not None:
-        state |= {"has_draft": True, "draft": _draft_state(engine.draft.state_dict(), engine.groups)}
+    if engine.draft is not None:
+        state |= engine.draft.checkpoint_state(_metadata(engine.groups))
     return state, shards
 
 
-def _draft_state(state: dict[str, Any], groups: ParallelGroups) -> ShardedObject:
-    """Return the draft head's state to save or to load. All ranks have the same, and rank 0 saves it."""
-    return ShardedObject("draft", state, global_shape=(1,), global_offset=(0,), replica_id=groups.rank)
-
-
-def _lora_state(engine: _TrainedModel) -> dict[str, Any]:
+def _lora_state(engine: MicrobatchEngine) -> dict[str, Any]:
     """Return the LoRA options and the checksum of the frozen weights; {} for a model without adapters."""
     if engine.adapters is None:
         return {}
@@ -360,7 +304,7 @@ def _lora_state(engine: _TrainedModel) -> dict[str, Any]:
     return lora | {"base": engine.adapters.sum_of_base}
 
 
-def _check_lora(engine: _TrainedModel, common: dict[str, Any], path: str) -> None:
+def _check_lora(engine: MicrobatchEngine, common: dict[str, Any], path: str) -> None:
     """Raise ValueError if the checkpoint's adapters have other options or were trained on other base weights."""
     mine, saved = _lora_state(engine), common.get("lora", {})
     if bool(mine) != bool(saved):
@@ -395,16 +339,17 @@ def _layout(groups: ParallelGroups) -> dict[str, int]:
 
 def start_adam(optimizer: Any) -> None:
     """Create Adam's state, which would otherwise be created by the first step. Existing state is kept."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    for part in optimizer.chained_optimizers:
         inner = part.optimizer
         if inner is None:  # this rank has no parameters of this kind
             continue
         if isinstance(inner, HybridDeviceOptimizer):
             _start_hybrid(inner)
         elif part.config.use_precision_aware_optimizer:
-            for parameter in (parameter for group in inner.param_groups for parameter in group["params"]):
-                if not inner.state[parameter]:
-                    inner.initialize_state(parameter, False)  # Megatron's own initialization omits the second argument
+            for group in inner.param_groups:
+                for parameter in group["params"]:
+                    if not inner.state[parameter]:
+                        inner.initialize_state(parameter, False)  # Megatron's own call omits the second argument
         else:
             part.init_state_fn(inner, part.config)
         if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
@@ -442,10 +387,7 @@ def _keep_step_count(state: dict[Any, Any], optimizers: list[Any]) -> None:
 
 
 def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> ShardedObject:
-    """Return this rank's random state to save or load.
-
-    If the saved layout differs from this one, all ranks load the first rank's state.
-    """
+    """Return this rank's random state to save or load. All ranks load the first rank's if the saved layout differs."""
     is_same = saved_layout == _layout(groups)
     return ShardedObject(
         f"random_state_{groups.rank if is_same else 0}",
@@ -462,71 +404,66 @@ def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> Shard
     )
 
 
-# -- loading -----------------------------------------------------------------------------------------------------------
-
-
 def is_checkpoint(path: str | Path) -> bool:
     return (Path(path) / manifest.NAME).is_file()
 
 
-def load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_checked: bool = False) -> None:
+def load(path: str | Path, engine: MicrobatchEngine, *, with_optimizer: bool, is_checked: bool = False) -> None:
     """Restore a checkpoint in the same or another layout. Collective: every rank calls it.
 
-    Raises ValueError if the folder is no checkpoint or lacks the optimizer that `with_optimizer` requires. Also raises
-    ValueError if its LoRA options, base weights, dtype or schedule differ from this run's. Raises RuntimeError if a
-    file was modified or contains code.
+    Raises ValueError if the folder is no checkpoint, lacks a required optimizer, or differs from this run in its LoRA
+    options, base weights, dtype or schedule. Raises RuntimeError if a file was modified or contains code.
     is_checked: True if the caller has already verified the files.
     """
     with refusing_code(path):
-        _load(path, engine, with_optimizer=with_optimizer, is_checked=is_checked)
+        common = _common_state(Path(path)) if is_checked else open_checkpoint(path, engine.groups)
+        _check_lora(engine, common, str(path))
+        # A checkpoint of a run without a draft head, or with another kind of it, leaves the engine's head as it is.
+        draft = engine.draft if engine.draft is not None and engine.draft.is_in(common) else None
+        if with_optimizer:
+            _load_training(str(path), engine, common, draft)
+        else:
+            _load_weights(str(path), engine, draft)
 
 
-def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_checked: bool) -> None:
-    common = _common_state(Path(path)) if is_checked else open_checkpoint(path, engine.groups)
-    _check_lora(engine, common, str(path))
-    # A checkpoint of a run without a draft head, or with another kind of it, leaves the engine's head as it is.
-    is_mtp = isinstance(engine.draft, MTPHead)
-    draft = engine.draft if ("mtp_updates" in common if is_mtp else common.get("has_draft")) else None
-    if not with_optimizer:
-        own = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
-        if isinstance(draft, MTPHead):
-            own["draft"] = draft.sharded_state(_metadata(engine.groups), with_moments=False)
-        elif draft is not None:
-            own["draft"] = _draft_state({}, engine.groups)
-        state = dist_checkpointing.load(own, str(path))
-        _load_models(engine, state)
-        if isinstance(draft, MTPHead):
-            draft.load_sharded_state(state.get("draft", {}), None)
-        elif draft is not None:
-            draft.load_weights(state["draft"]["weights"])
-        if engine.optimizer is not None:
-            engine.optimizer.reload_model_params()
-        return
+def _load_weights(path: str, engine: MicrobatchEngine, draft: DraftHead | None) -> None:
+    own = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
+    if draft is not None:
+        own |= draft.checkpoint_state(_metadata(engine.groups), with_moments=False)
+    state = dist_checkpointing.load(own, path)
+    _load_models(engine, state)
+    if draft is not None:
+        draft.load_checkpoint(state, with_moments=False)
+    if engine.optimizer is not None:
+        engine.optimizer.reload_model_params()
+
+
+def _load_training(path: str, engine: MicrobatchEngine, common: dict[str, Any], draft: DraftHead | None) -> None:
     if "scheduler" not in common:  # a checkpoint written by megatron-rl convert
         raise ValueError(
-            f"checkpoint {str(path)!r}: holds weights only, no optimizer; load it with with_optimizer=False, or give "
+            f"checkpoint {path!r}: holds weights only, no optimizer; load it with with_optimizer=False, or give "
             f"one written by save(with_optimizer=True)."
         )
     dtype = engine.config.model.dtype
     if common.get("dtype", dtype) != dtype:  # absent in checkpoints of earlier versions
         raise ValueError(
-            f"model.dtype = {dtype!r}: the checkpoint {str(path)!r} has {common['dtype']!r}, and its optimizer "
+            f"model.dtype = {dtype!r}: the checkpoint {path!r} has {common['dtype']!r}, and its optimizer "
             f"continues in it; give the same value, or start a new run from its weights."
         )
-    schedule = _continued_schedule(engine.scheduler.state_dict(), common["scheduler"], str(path))
+    schedule = _continued_schedule(engine.scheduler.state_dict(), common["scheduler"], path)
     wanted, shards = training_state(engine)
     if draft is None:
         wanted.pop("draft", None)
     wanted["random"] = _random_state(engine.groups, common["layout"])  # under the names of the saved layout
     was_distributed, is_distributed = common["is_distributed"], engine.config.optimizer.distributed
     if is_distributed and not was_distributed:
-        optimizer_kinds.ask_as_plain(wanted["optimizer"], str(path))
+        optimizer_kinds.ask_as_plain(wanted["optimizer"], path)
     elif was_distributed and not is_distributed:
         optimizer_kinds.ask_as_distributed(wanted["optimizer"])
     # A stage without experts has nothing to load into their optimizer, and Megatron's load drops empty entries.
     parts = dict(enumerate(engine.optimizer.chained_optimizers))
     idle = {n: part.state_dict() for n, part in parts.items() if not (is_distributed or part.get_parameters())}
-    state = dist_checkpointing.load(wanted, str(path))
+    state = dist_checkpointing.load(wanted, path)
     for number in idle:
         state["optimizer"].pop(number, None)
     if is_distributed:
@@ -540,10 +477,8 @@ def _load(path: str | Path, engine: _TrainedModel, *, with_optimizer: bool, is_c
     engine.optimizer.load_state_dict(state["optimizer"])
     for part in shards:
         part.take_over()
-    if isinstance(draft, MTPHead):
-        draft.load_sharded_state(state.get("draft", {}), common["mtp_updates"])
-    elif draft is not None:
-        draft.load_state_dict(state["draft"])
+    if draft is not None:
+        draft.load_checkpoint(state)
     engine.scheduler.load_state_dict(schedule)
     engine.version = state["version"]
     _set_random_state(state["random"], with_tracker=common["layout"] == _layout(engine.groups))
@@ -553,39 +488,32 @@ def draft_of(path: Path, groups: ParallelGroups) -> dict[str, Tensor]:
     """Return the weights of the draft head in a checkpoint, in float32; {} if it has none. Every rank calls it."""
     if not _common_state(path).get("has_draft"):
         return {}
-    return dict(dist_checkpointing.load({"draft": _draft_state({}, groups)}, str(path))["draft"]["weights"])
+    wanted = {"draft": whole_in_checkpoint({}, groups)}
+    return dict(dist_checkpointing.load(wanted, str(path))["draft"]["weights"])
 
 
 def has_mtp_layer(path: Path) -> bool:
-    """Return True if a checkpoint has a multi-token-prediction layer that was trained."""
     return "mtp_updates" in _common_state(path)
 
 
 def mtp_layer_of(path: Path, arch: Architecture, groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
-    """Yield the HF tensors of the trained multi-token-prediction layer in a checkpoint, in one process.
-
-    arch: the model's.
-    """
+    """Yield the HF tensors of a checkpoint's multi-token-prediction layer, in one process. arch: the model's."""
     dtype, folder = _common_state(path)["dtype"], path / CARRIED
     config = EngineConfig(model=ModelConfig(path=str(path / HF_FILES), dtype=dtype), draft=DraftConfig(kind="mtp"))
     shapes = hf_shapes(arch.mtp_layer())
     # A router's bias is not trained, so the checkpoint has it as the model's folder had.
-    source: WeightSource = HFFolder(folder, shapes) if folder.is_dir() else RandomWeights(shapes, 0)
-    options: dict[str, Any] = {"device": torch.device("cpu")}
-    layer = MTPHead(arch, config, groups, source, layer_config(arch, config, {}), **options)
-    wanted = {"draft": layer.sharded_state(_metadata(groups), with_moments=False)}
-    layer.load_sharded_state(dist_checkpointing.load(wanted, str(path))["draft"], None)
+    source: WeightSource = hf_files.HFFolder(folder, shapes) if folder.is_dir() else hf_files.RandomWeights(shapes, 0)
+    layer = MTPHead(arch, config, groups, source, layer_config(arch, config, {}), device=torch.device("cpu"))
+    wanted = layer.checkpoint_state(_metadata(groups), with_moments=False)
+    layer.load_checkpoint(dist_checkpointing.load(wanted, str(path)), with_moments=False)
     yield from layer.hf_tensors()
 
 
 def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
-    """Check every file against the manifest and return the unsharded state. Ranks divide the files among themselves.
-
-    Collective: every rank calls it.
-    """
+    """Check every file against the manifest and return the unsharded state. Collective: ranks divide the files."""
     path = Path(path)
     if groups.is_main:
-        recover_folder(path)  # finishes a save that was killed between its two renames
+        hf_files.recover_folder(path)  # finishes a save that was killed between its two renames
     dist.barrier(group=groups.control)
     if not is_checkpoint(path):
         raise ValueError(
@@ -606,10 +534,7 @@ def _common_state(path: Path) -> dict[str, Any]:
 
 
 def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the saved schedule. Raises ValueError if it differs from this run's.
-
-    If both schedules are constant, their lengths may differ.
-    """
+    """Return the saved schedule. Raises ValueError if it is not this run's; constant ones may differ in length."""
     if mine["lr_decay_style"] == saved["lr_decay_style"] == "constant":
         saved = saved | {"lr_decay_steps": mine["lr_decay_steps"]}
     for name, key in SCHEDULE_KEYS.items():
@@ -621,7 +546,7 @@ def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) 
     return saved
 
 
-def _load_models(engine: _TrainedModel, state: dict[str, Any]) -> None:
+def _load_models(engine: MicrobatchEngine, state: dict[str, Any]) -> None:
     for number, chunk in enumerate(engine.chunks):
         own = chunk.state_dict()
         recipes = {name: None for name in own if RECIPE in name}

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megatron_rl.parallel import Axis
 
 
 class Gathering:
-    """All-gather of rows `[R, ...]` over the context axis.
+    """All-gather of rows `[R, ...]` over the context axis. It overlaps with the work before `rows()`, in both passes.
 
-    The transfer overlaps with the work between construction and `rows()`. In the backward pass, the gradients of the
-    gathered rows are reduced to the rows' owners while the gradients of that work are computed.
-
-        gathering = Gathering(keys, context)
-        queries = project(hidden)
-        keys = gathering.rows()  # [size * R, ...] in rank order
+    gathering = Gathering(keys, context)
+    queries = project(hidden)
+    keys = gathering.rows()  # [size * R, ...] in rank order
     """
 
     def __init__(self, own: Tensor, axis: Axis) -> None:
@@ -62,21 +60,10 @@ class _Arrive(torch.autograd.Function):
         return grad, None  # keeps `grad` alive until the reduction is done
 
 
-class _SumForAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, part: Tensor, axis: Axis) -> Tensor:
-        whole = part.clone()
-        dist.all_reduce(whole, group=axis.group)
-        return whole
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad, None  # all ranks compute the same afterwards: a sum would count one gradient `size` times
-
-
 def sum_for_all(part: Tensor, axis: Axis) -> Tensor:
-    """Sum `part` over the ranks. The computation after it must be identical on all ranks.
-
-    The backward pass returns the output's gradient unchanged, because every rank has the complete gradient.
-    """
-    return part if axis.size == 1 else _SumForAll.apply(part, axis)
+    """Sum `part` over the ranks. The computation after it must be the same on all ranks, and so is its gradient."""
+    if axis.size == 1:
+        return part
+    # Reduces in place. The gradient is not summed: that would count it `size` times.
+    own = part.clone(memory_format=torch.contiguous_format)
+    return reduce_from_tensor_model_parallel_region(own, group=axis.group)

@@ -2,8 +2,7 @@
 
 The kernels take packed sequences, each with an initial state. Every segment of a microbatch is one sequence. One call
 computes the convolution of all segments, because the rows before each segment are known. The delta rule needs one call
-per fork depth, because a segment starts from its parent's final state (float32). The package is imported when a layer
-first computes.
+per fork depth, because a segment starts from its parent's final state (float32).
 """
 
 from __future__ import annotations
@@ -14,20 +13,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_rl.engine.delta_rule import fork_depths, rows_before
 from megatron_rl.ops import TakenRows
 from megatron_rl.types import prefix_sums
 
-CHUNK_ROWS = 64
-"""Rows per chunk, which is what a kernel processes at a time. The package fixes this number."""
+CHUNK_ROWS = 64  # rows per chunk, which is what a kernel processes at a time. The package fixes this number
 
 
 class Sequences(NamedTuple):
     """The S consecutive sequences of one call, described on the host so that the kernels need no device sync."""
 
-    bounds: Tensor
-    """`[S + 1]` int64 prefix sums of the sequences' row counts."""
-    chunks: Tensor
-    """`[chunks, 2]` int64: each chunk's sequence, and the chunk's index within that sequence."""
+    bounds: Tensor  # `[S + 1]` int64 prefix sums of the sequences' row counts
+    chunks: Tensor  # `[chunks, 2]` int64: each chunk's sequence, and the chunk's index within that sequence
 
     @classmethod
     def of(cls, rows: Tensor) -> Sequences:
@@ -38,60 +35,40 @@ class Sequences(NamedTuple):
 
 
 class Depth(NamedTuple):
-    """The segments at one fork depth."""
+    """The segments at one fork depth. A segment's initial state is its parent's final state, or zero."""
 
     sequences: Sequences
-    rows: int
-    """Total row count of these segments."""
+    rows: int  # total row count of these segments
     parents: TakenRows | None
-    """Each segment's parent, as an index into the segments one depth above. None at depth 0.
-
-    A segment's initial state is its parent's final state, or zero without a parent.
-    """
+    """Each segment's parent, as an index into the segments one depth above. None at depth 0."""
 
 
 class Inputs(NamedTuple):
     """The K rows before each of S segments: the initial inputs of a convolution over K rows."""
 
-    taken: TakenRows
-    """`[S * K]` row indices."""
+    taken: TakenRows  # `[S * K]` row indices
     are_there: Tensor
     """`[S * K, 1]` bool: False for a row that does not exist, because fewer than K rows precede the segment."""
 
 
 class Calls(NamedTuple):
-    """The kernel calls for R packed rows.
-
-    For example:
-
-        calls = Calls.of(torch.tensor([[0, 2, -1, 0], [2, 2, 0, 2], [4, 1, 0, 2]]), 4)  # a prompt and two replies
-        len(calls.depths)  # 2: the prompt, then both replies from its final state
-    """
+    """The kernel calls for R packed rows."""
 
     segments: Sequences
-    inputs: Inputs | None
-    """None if no segment has a parent, because the initial inputs are then zero."""
+    inputs: Inputs | None  # None if no segment has a parent, because the initial inputs are then zero
     depths: list[Depth]
     by_depth: Tensor | None
     """`[R]`: row indices in the order of `depths`. None if the rows already are in that order."""
-    in_order: Tensor | None
-    """`[R]`: the index of each row in `by_depth`."""
+    in_order: Tensor | None  # `[R]`: the index of each row in `by_depth`
 
     @classmethod
     def of(cls, segments: Tensor, kernel: int) -> Calls:
-        """Plan the calls on the host.
-
-        segments: `[S, 4]`, as in MicroBatch.
-        kernel: number of rows that the convolution covers.
-        """
-        first, rows, parent, _ = segments.unbind(1)
+        """Plan the calls on the host. segments: as in `rows_before`. kernel: rows that the convolution covers."""
+        _, rows, parent, _ = segments.unbind(1)
         whole = Sequences.of(rows)
         if bool((parent < 0).all()):
             return cls(whole, None, [Depth(whole, int(rows.sum()), None)], None, None)
-        depth = torch.zeros_like(parent)
-        for number, above in enumerate(parent.tolist()):  # a segment precedes its descendants
-            if above >= 0:
-                depth[number] = depth[above] + 1
+        depth = fork_depths(segments)
         depths, order, place = [], [], torch.empty_like(parent)
         for level in range(int(depth.max()) + 1):
             members = (depth == level).nonzero()[:, 0]
@@ -104,10 +81,8 @@ class Calls(NamedTuple):
 
 
 def _inputs(segments: Tensor, kernel: int) -> Inputs:
-    first, rows, parent, _ = segments.unbind(1)
-    before = torch.arange(-1, int(rows.sum()) - 1)
-    before[first] = torch.where(parent >= 0, (first + rows)[parent] - 1, -1)
-    row, found = before[first], []
+    before = rows_before(segments)
+    row, found = before[segments[:, 0]], []
     for _ in range(kernel):
         found.append(row)
         row = torch.where(row >= 0, before[row], -1)
@@ -116,7 +91,7 @@ def _inputs(segments: Tensor, kernel: int) -> Inputs:
 
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the package's functions for the convolution and the chunked delta rule."""
+    """Return the package's functions for the convolution and the chunked delta rule, imported when first needed."""
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -124,11 +99,7 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
-    """Return, for each row and channel, SiLU of the weighted sum over the last K rows of the row's sequence.
-
-    x: `[R, channels]`.
-    weight: `[channels, K]`.
-    """
+    """Return, for each row, SiLU of the weighted sum over the last K rows of its sequence. weight: `[channels, K]`."""
     state = None
     if calls.inputs is not None:
         taken = calls.inputs.taken.of_values(x) * calls.inputs.are_there

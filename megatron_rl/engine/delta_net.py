@@ -6,11 +6,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-)
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, copy_to_tensor_model_parallel_region
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
@@ -19,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron_rl.engine import delta_kernels
 from megatron_rl.engine.delta_kernels import Calls
 from megatron_rl.engine.delta_rule import Chunks, causal_convolution, gated_delta_rule
+from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.packed_rows import PackedRows
 from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.weights.decoder import DeltaNet
@@ -31,16 +28,10 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
     """
 
     cut = ("conv_weight", "decay_rate", "decay_bias")
-    uses_kernels = False
-    """True to use the kernels of flash-linear-attention."""
+    uses_kernels = False  # True to use the kernels of flash-linear-attention
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        layer_number: int,
-        sizes: DeltaNet,
-        pg_collection: Any,
-        **_: Any,
+        self, config: TransformerConfig, layer_number: int, sizes: DeltaNet, pg_collection: Any, **_: Any
     ) -> None:
         super().__init__(config)
         self.sizes, self.tp_group = sizes, pg_collection.tp
@@ -68,16 +59,14 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRows, **_: Any):
         """Map hidden states `[R / tensor, 1, H]` to the same shape. Also returns None, because there is no bias."""
         projected, _ = self.linear_in(hidden_states)
-        # Between the two matrices, a row takes many times the memory of its hidden state: recompute these tensors in
-        # the backward pass.
-        device = hidden_states.device
-        plan: Chunks | Calls = (
-            packed_seq_params.delta_calls(device, self.sizes.kernel)
-            if self.uses_kernels
-            else packed_seq_params.chunks(device)
-        )
+        plan = packed_seq_params.once("delta net", lambda: self._plan(packed_seq_params.segments))
+        # Recompute in the backward pass, because a row takes much more memory in `_mix` than its hidden state.
         mixed = checkpoint(self._mix, projected, plan, use_reentrant=False, preserve_rng_state=False)
         return self.linear_out(mixed)
+
+    def _plan(self, segments: Tensor) -> Chunks | Calls:
+        plan = Calls.of(segments, self.sizes.kernel) if self.uses_kernels else Chunks.of(segments)
+        return one_copy(plan, self.norm_weight.device)
 
     def _mix(self, projected: Tensor, plan: Chunks | Calls) -> Tensor:
         """Mix the rows of each sequence: `[R, 1, rows of linear_in]` -> `[R, 1, this rank's value heads * D_v]`."""

@@ -1,12 +1,11 @@
 """The gated delta rule (arXiv 2412.06464) over packed rows: each row decays and corrects a state matrix per head.
 
-This plain torch implementation computes one chunk of rows at a time. Each sequence starts with a zero state. Replies or
-dialogues that share a prefix start from a copy of the prefix's final state and of its last inputs to the convolution.
+This plain torch implementation computes one chunk of rows at a time. Replies or dialogues that share a prefix start
+from a copy of the prefix's final state and of its last inputs to the convolution.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -18,56 +17,53 @@ CHUNK_ROWS = 64
 
 
 class Level(NamedTuple):
-    """The segments at one fork depth, longest first."""
+    """The segments at one fork depth, longest first. A segment's initial state is its parent's final state, or zero."""
 
     parents: Tensor | None
-    """`[S]`: each segment's parent, as an index into all segments of earlier levels. None at the first level.
-
-    A segment's initial state is its parent's final state, or zero without a parent.
-    """
-    active: list[int]
-    """For each chunk index i, the number of segments with more than i chunks."""
+    """`[S]`: each segment's parent, as an index into all segments of earlier levels. None at the first level."""
+    active: list[int]  # for each chunk index i, the number of segments with more than i chunks
 
 
-@dataclass
-class Chunks:
+def rows_before(segments: Tensor) -> Tensor:
+    """Return the row that precedes each row in its sequence, `[R]`, or -1. segments: `[S, 4]`, as in MicroBatch."""
+    first, rows, parent, _ = segments.unbind(1)
+    before = torch.arange(-1, int(rows.sum()) - 1)
+    before[first] = torch.where(parent >= 0, (first + rows)[parent] - 1, -1)
+    return before
+
+
+def fork_depths(segments: Tensor) -> Tensor:
+    """Return the number of ancestors of each segment, `[S]`."""
+    depths: list[int] = []
+    for parent in segments[:, 2].tolist():  # a segment precedes its descendants
+        depths.append(depths[parent] + 1 if parent >= 0 else 0)
+    return torch.tensor(depths)
+
+
+class Chunks(NamedTuple):
     """A layout of R packed rows in N chunks of C places each.
 
     Chunks are ordered by level, then by their index in the segment, then by segment.
-
-    For example:
-
-        chunks = Chunks.of(torch.tensor([[0, 2, -1, 0], [2, 2, 0, 2], [4, 1, 0, 2]]))  # a prompt and two replies
-        chunks.before  # [6]: -1 0 1 2 1 and none: both replies' first rows follow row 1
     """
 
-    rows: Tensor
-    """`[N * C]`: the row at each place, or R if the place is empty."""
-    places: Tensor
-    """`[R]`: the place of each row."""
-    before: Tensor
-    """`[R + 1]`: the row that precedes each row in its sequence, or R if there is none."""
+    rows: Tensor  # `[N * C]`: the row at each place, or R if the place is empty
+    places: Tensor  # `[R]`: the place of each row
+    before: Tensor  # `[R + 1]`: the row that precedes each row in its sequence, or R if there is none
     levels: list[Level]
     size: int
-    _moved: dict[torch.device, Chunks] = field(default_factory=dict)
 
     @classmethod
     def of(cls, segments: Tensor, size: int = CHUNK_ROWS) -> Chunks:
-        """Plan the layout for the `[S, 4]` segments of a MicroBatch. They must be in row order and leave no row out."""
-        first, rows, parent, _ = segments.unbind(1)
-        count = int(rows.sum())
-        size = min(size, 1 << (int(rows.max()) - 1).bit_length())
-        before = torch.arange(-1, count)
-        before = torch.cat([before[:count], torch.tensor([count])])
-        before[first] = torch.where(parent >= 0, (first + rows)[parent] - 1, count)
-        parents = parent.tolist()
-        depth: list[int] = []
-        for number in parents:  # a segment precedes its descendants
-            depth.append(depth[number] + 1 if number >= 0 else 0)
-        starts, lengths = first.tolist(), rows.tolist()
+        """Plan the layout of segments on the host. segments: as in `rows_before`."""
+        starts, lengths, parents, _ = segments.T.tolist()
+        count = sum(lengths)
+        size = min(size, 1 << (max(lengths) - 1).bit_length())
+        before = F.pad(rows_before(segments), (0, 1), value=-1)
+        before[before < 0] = count
+        depths = fork_depths(segments)
         levels, order, place = [], [], {}
-        for level in range(max(depth) + 1):
-            members = [s for s in range(len(depth)) if depth[s] == level]
+        for level in range(int(depths.max()) + 1):
+            members = (depths == level).nonzero()[:, 0].tolist()
             members.sort(key=lambda s: -lengths[s])
             active = []
             for chunk in range(-(-lengths[members[0]] // size)):
@@ -85,21 +81,9 @@ class Chunks:
         places[at] = torch.arange(len(at))
         return cls(at, places[:count], before, levels, size)
 
-    def to(self, device: torch.device) -> Chunks:
-        """Return this layout on a device. It is copied only once per device."""
-        if device not in self._moved:
-            levels = [Level(p if p is None else p.to(device), active) for p, active in self.levels]
-            places = (self.rows.to(device), self.places.to(device), self.before.to(device))
-            self._moved[device] = Chunks(*places, levels, self.size)
-        return self._moved[device]
-
 
 def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
-    """Return, for each row and channel, the weighted sum over the last K rows of the row's sequence, in the dtype of x.
-
-    x: `[R, channels]`.
-    weight: `[channels, K]`.
-    """
+    """Return, for each row, the weighted sum over the last K rows of its sequence. weight: `[channels, K]`."""
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()
     row = torch.arange(len(x), device=x.device)
     total = padded[:-1] * weight[:, -1].float()
@@ -116,8 +100,7 @@ def gated_delta_rule(
 
     Each row first decays the state, D = exp(log_decay) S, and then corrects it: S = D + beta (v - D k) k^T. Queries and
     keys are normalized to unit length, and queries are scaled by D_k**-0.5.
-    query, key: `[R, K heads, D_k]`. Each head is shared by (V heads / K heads) value heads.
-    value: `[R, V heads, D_v]`.
+    query, key: `[R, K heads, D_k]`, each head shared by (V heads / K heads) value heads. value: `[R, V heads, D_v]`.
     log_decay, beta: `[R, V heads]`; log_decay is at most 0.
     """
     heads, width = key.shape[1], key.shape[2]

@@ -1,12 +1,12 @@
 """A draft head, with which servers decode ahead: one transformer layer that learns next to the policy.
 
 As in EAGLE (arXiv 2401.15077), the head reads the policy's last hidden state and the embedding of the next token, and
-predicts the token after that one with the policy's own output layer. Its form is that of a multi-token prediction
-layer. It learns the policy's distribution of that token (soft cross-entropy). The hidden states from which it learns
-are those of the policy's update, detached. So the policy's gradient is the same bits as without a head.
+predicts the token after that one with the policy's own output layer. It learns the policy's distribution of that token
+(soft cross-entropy) from the detached hidden states of the policy's update. So the policy's gradient is the same bits
+as without a head.
 
-Every rank has the whole head and its optimizer. Ranks with hidden states of their own add up their gradients, and then
-all ranks take the same step. So no layout splits the head, and it does not matter which pipeline stage has the states.
+Every rank has the whole head and its optimizer. Ranks with hidden states add up their gradients, and then all ranks
+take the same step. So no layout splits the head, and it does not matter which pipeline stage has the states.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch import Tensor
 
 from megatron_rl.config import DraftConfig
@@ -32,7 +34,7 @@ from megatron_rl.ops.library import accumulator
 from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.types import MicroBatch
 from megatron_rl.weights.decoder import Architecture
-from megatron_rl.weights.draft_files import LAYER, PREFIX, shapes_for
+from megatron_rl.weights.draft_files import LAYER, PREFIX, has_draft, read_draft, shapes_for
 from megatron_rl.weights.hf_files import RandomWeights
 from megatron_rl.weights.mapping import hf_shapes
 from megatron_rl.weights.tensor_rules import WeightSource
@@ -44,16 +46,13 @@ CLIP_GRAD = 1.0
 class DraftRows(NamedTuple):
     """The rows from which a draft head learns in one microbatch, as int64 indices into the microbatch's rows.
 
-    The head's row r reads the state after token r and the token that follows it. At depth d it reads its own state of
-    depth d - 1 and token r + d, and predicts token r + d + 1.
+    At depth d, row r reads the head's own state of depth d - 1 (at depth 1: the policy's state after token r) and token
+    r + d, and predicts token r + d + 1.
     """
 
-    reads: Tensor
-    """`[R]`: rows of the head, sequence by sequence."""
-    lengths: list[int]
-    """Rows of each sequence."""
-    learned: Tensor
-    """`[n]`: indices in `reads` of the rows whose prediction counts."""
+    reads: Tensor  # `[R]`: rows of the head, sequence by sequence
+    lengths: list[int]  # rows of each sequence
+    learned: Tensor  # `[n]`: indices in `reads` of the rows whose prediction counts
     before: Tensor
     """`[R]`: indices of these rows in the rows of the depth before; at depth 1 in the microbatch's rows."""
 
@@ -61,7 +60,7 @@ class DraftRows(NamedTuple):
 def draft_rows(microbatch: MicroBatch, context: Axis, depths: int = 1) -> list[DraftRows]:
     """Choose, for each depth, the rows from which this context rank learns: those of each `context.size`-th sequence.
 
-    A row counts if the policy is trained on the token that it predicts. A sequence is read up to its last such row.
+    A row counts if the policy is trained on the token that it predicts.
     """
     trained = microbatch.rows["labels"] >= 0  # of the policy's rows: it predicts one token ahead, the head two
     bounds = microbatch.rows["cu_seqlens"].tolist()
@@ -84,20 +83,10 @@ def draft_rows(microbatch: MicroBatch, context: Axis, depths: int = 1) -> list[D
 
 
 class DraftHead:
-    """A draft head with its optimizer, equal on all ranks.
-
-    For example, within a training step:
-
-        draft.learn(hidden, microbatch, packed, head, embedding)  # on the last stage, for each microbatch
-        draft.step()  # on all ranks
-        draft.metrics()  # {"draft/loss": 5.1, "draft/acceptance": 0.3, ...}
-
-    weights: initial weights, by the names of weights/draft_files.py.
-    """
+    """A draft head with its optimizer, equal on all ranks. weights: initial ones, by the names of draft_files.py."""
 
     splits_rows = False
-    """True if a pass of this head communicates with ranks that have other rows (experts are divided). Every such rank
-    must then run every pass, even without rows of its own."""
+    """True if every rank must run every pass, because passes communicate with ranks that have other rows."""
 
     def __init__(
         self,
@@ -129,8 +118,7 @@ class DraftHead:
         """Return the head's states `[R, H]`, from which the policy's output layer predicts.
 
         hidden, embedded: `[R, H]`, the policy's states and the embeddings of the tokens that follow. positions: `[R]`
-        int64, on the host. lengths: number of consecutive rows of each sequence; a row attends to its sequence up to
-        itself.
+        int64, on the host. lengths: rows of each sequence; a row attends to its sequence up to itself.
         """
         # As SGLang has it: its model of the head knows no embedding at position 0.
         arch, positions = self.arch, one_copy(positions, self.device)
@@ -159,8 +147,7 @@ class DraftHead:
     def learn(self, hidden: Tensor, microbatch: MicroBatch, packed: PackedRows, head: Head, embedding: Tensor) -> None:
         """Add one microbatch's gradient. Every rank of the last pipeline stage calls it.
 
-        hidden: the policy's states, as its head gets them. embedding: this tensor rank's part of the embedding, whose
-        rows are those of `head.shard`.
+        hidden: the policy's states, as its head gets them. embedding: the rows of `head.shard`.
         """
         depths = draft_rows(microbatch, self.groups.context, self.config.depths)
         everything = torch.arange(microbatch.tokens)
@@ -184,10 +171,7 @@ class DraftHead:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Update the head with the gradients of all ranks. Collective: every rank calls it.
-
-        Returns False, and changes nothing, if no rank had a prediction or if the gradient is NaN or infinite.
-        """
+        """Update the head, unless no rank had a prediction or the gradient is NaN or infinite. Collective."""
         gradients, squares = self._summed_gradients()
         if self.groups.world_size > 1:
             dist.all_reduce(self._sums)
@@ -222,10 +206,10 @@ class DraftHead:
         return [weight.data for weight in self.weights.values()], moments
 
     def metrics(self) -> dict[str, float]:
-        """Return the head's metrics since the last call; {} if it has not learned. They are equal on all ranks.
+        """Return the head's metrics since the last call, equal on all ranks; {} if it has not learned.
 
-        `draft/acceptance` is the probability that rejection sampling accepts the head's first guess, at temperature 1.
-        That of the guess at depth d, if all before it are right, is `draft/acceptance_d`.
+        `draft/acceptance` is the probability that rejection sampling accepts the head's first guess, at temperature 1,
+        and `draft/acceptance_d` that of the guess at depth d, if all before it are right.
         """
         found: dict[str, float] = {}
         for depth, (loss, overlap, count) in enumerate(self._seen.tolist(), 1):
@@ -247,29 +231,44 @@ class DraftHead:
         """Yield the tensors under the names that servers expect in a publication."""
         return self.tensors(PREFIX)
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of weights and optimizer state, for a checkpoint."""
-        moments = self.optimizer.state_dict()["state"]
-        copied = {n: {key: value.detach().cpu().clone() for key, value in m.items()} for n, m in moments.items()}
-        return {"weights": {n: w.detach().cpu().clone() for n, w in self.weights.items()}, "moments": copied}
+    def load_folder(self, path: str | Path, policy: Architecture) -> None:
+        """Load the weights of a model's folder, if it has a head. Collective: every rank calls it."""
+        if has_draft(path):
+            self._load_weights(read_draft(path, policy))
+
+    def is_in(self, common: dict[str, Any]) -> bool:
+        """Return True if a checkpoint with this unsharded state has a head of this kind."""
+        return bool(common.get("has_draft"))
+
+    def checkpoint_state(self, metadata: dict[str, Any], *, with_moments: bool = True) -> dict[str, Any]:
+        """Return the head's entries of a checkpoint, to save or to load. metadata: Megatron's options of the format."""
+        state: dict[str, Any] = {}
+        if with_moments:
+            moments = self.optimizer.state_dict()["state"]
+            state["weights"] = {n: w.detach().cpu().clone() for n, w in self.weights.items()}
+            state["moments"] = {n: {k: v.detach().cpu().clone() for k, v in m.items()} for n, m in moments.items()}
+        return {"has_draft": True, "draft": whole_in_checkpoint(state, self.groups)}
+
+    def load_checkpoint(self, state: dict[str, Any], *, with_moments: bool = True) -> None:
+        """Take over what a checkpoint has for `checkpoint_state`. with_moments: also resume the optimizer."""
+        self._load_weights(state["draft"]["weights"])
+        if with_moments:
+            options = self.optimizer.state_dict()["param_groups"]  # of the config, which may have changed
+            self.optimizer.load_state_dict({"state": state["draft"]["moments"], "param_groups": options})
 
     @torch.no_grad()
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.load_weights(state["weights"])
-        options = self.optimizer.state_dict()["param_groups"]  # of the config, which may have changed
-        self.optimizer.load_state_dict({"state": state["moments"], "param_groups": options})
-
-    @torch.no_grad()
-    def load_weights(self, weights: dict[str, Tensor]) -> None:
+    def _load_weights(self, weights: dict[str, Tensor]) -> None:
         for name, weight in self.weights.items():
             weight.copy_(weights[name])
 
 
-def first_weights(arch: Architecture, policy: WeightSource, seed: int) -> dict[str, Tensor]:
-    """Return initial weights, equal on all ranks.
+def whole_in_checkpoint(state: dict[str, Any], groups: ParallelGroups) -> ShardedObject:
+    """Return a draft head's state to save or to load. All ranks have the same, and rank 0 saves it."""
+    return ShardedObject("draft", state, global_shape=(1,), global_offset=(0,), replica_id=groups.rank)
 
-    Final norm and layer are the policy's last ones, as far as these have the same shapes. The rest is random.
-    """
+
+def first_weights(arch: Architecture, policy: WeightSource, seed: int) -> dict[str, Tensor]:
+    """Return initial weights, equal on all ranks: the policy's final norm and last layer if they fit, else random."""
     shapes, own, last = shapes_for(arch), hf_shapes(arch), f"model.layers.{arch.layers - 1}."
     random, weights = RandomWeights(shapes, seed), {}
     for name, shape in shapes.items():

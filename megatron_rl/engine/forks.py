@@ -1,8 +1,7 @@
 """Attention over forked dialogues without copying their shared keys: FlexAttention reads the keys in place.
 
-Rows are in depth-first order, so all descendants of a segment follow it without a gap. A key is visible to all rows
-from its own row to the end of its branch. Blocks of scores without a visible key are skipped, and only partly visible
-blocks evaluate the mask per score. torch compiles the kernel at the first step (arXiv 2412.05496).
+Rows are in depth-first order, so a key is visible to all rows from its own row to the end of its branch. Blocks of
+scores without a visible key are skipped, and only partly visible blocks evaluate the mask (arXiv 2412.05496).
 """
 
 from __future__ import annotations
@@ -15,39 +14,26 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
-BLOCK = 128
-"""Number of queries, and of keys, per block of scores: the default of FlexAttention's kernels."""
+BLOCK = 128  # number of queries, and of keys, per block of scores: the default of FlexAttention's kernels
 
 
 class Forks(NamedTuple):
     """The columns that determine which of K keys each of R queries attends to. All int32."""
 
-    query_row: Tensor
-    """`[R]`: the query's row in the microbatch."""
-    query_position: Tensor
-    """`[R]`: the query's position in its dialogue, which windows need."""
+    query_row: Tensor  # `[R]`: the query's row in the microbatch
+    query_position: Tensor  # `[R]`: the query's position in its dialogue, which windows need
     key_row: Tensor
-    """`[K]`: the key's row in the microbatch."""
     key_position: Tensor
-    """`[K]`: the key's position in its dialogue."""
-    key_end: Tensor
-    """`[K]`: one past the last row of the key's segment and of all its descendants."""
+    key_end: Tensor  # `[K]`: one past the last row of the key's segment and of all its descendants
 
     @classmethod
     def of(cls, segments: Tensor, positions: Tensor, queries: Tensor, keys: Tensor) -> Forks:
-        """Build the columns for the rows `queries` and `keys`.
-
-        segments: `[S, 4]`, as in MicroBatch.
-        positions: each row's position in its dialogue.
-        """
+        """Build the columns for the rows `queries` and `keys`. positions: each row's position in its dialogue."""
         ends = torch.repeat_interleave(branch_ends(segments), segments[:, 1])
         return cls(*(x.int() for x in (queries, positions[queries], keys, positions[keys], ends[keys])))
 
     def seen(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Return a mask function for FlexAttention. It returns True where a query attends to a key.
-
-        window: maximum number of keys per query, or None.
-        """
+        """Return FlexAttention's mask function: True where a query attends to a key. window: maximum keys per query."""
         query_row, query_position, key_row, key_position, key_end = self
 
         def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -82,8 +68,7 @@ class Forks(NamedTuple):
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     """Compute attention. query `[R, heads, D]`, key `[K, kv_heads, D]`, value `[K, kv_heads, E]`.
 
-    Returns the result `[R, heads, E]` and the log of each softmax's sum, `[R, heads]` float32. The kernel sums the
-    gradients of keys in float32, block by block.
+    Returns the result `[R, heads, E]` and the log of each softmax's sum, `[R, heads]` float32.
     """
     q, k, v = (x.transpose(0, 1)[None] for x in (query, key, value))  # [1, heads, rows, width]
     is_grouped = query.shape[1] != key.shape[1]
@@ -100,10 +85,7 @@ def compiled() -> Callable:
 
 
 def branch_ends(segments: Tensor) -> Tensor:
-    """Return one past the last row of each segment and its descendants, `[S]` int64.
-
-    segments: `[S, 4]`, as in MicroBatch.
-    """
+    """Return one past the last row of each segment and its descendants, `[S]`. segments: `[S, 4]`, as in MicroBatch."""
     ends = (segments[:, 0] + segments[:, 1]).tolist()
     for segment, parent in reversed(list(enumerate(segments[:, 2].tolist()))):
         if parent >= 0:
@@ -112,19 +94,13 @@ def branch_ends(segments: Tensor) -> Tensor:
 
 
 def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest number in each block of BLOCK numbers.
-
-    numbers: `[R]`.
-    """
+    """Return the smallest and the largest number in each block of BLOCK numbers."""
     beyond = torch.nn.functional.pad(numbers[None], (0, -len(numbers) % BLOCK), mode="replicate")[0]
     return beyond.view(-1, BLOCK).amin(1), beyond.view(-1, BLOCK).amax(1)
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each query block, the number of chosen key blocks, and the key blocks' indices with the chosen first.
-
-    chosen: `[query blocks, key blocks]` bool.
-    """
+    """Return, for each query block, the number of chosen key blocks, and all key blocks' indices, chosen ones first."""
     count = chosen.sum(-1, dtype=torch.int32)
     order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
     return count[None, None], order[None, None]

@@ -1,9 +1,9 @@
 """FSDPEngine: a TrainEngine for a transformers model under torch FSDP2. It serves as a reference for MegatronEngine.
 
-Model, attention, language-model head, sharding, clipping and optimizer come from torch and transformers; packing and
-the value head are shared with MegatronEngine. Only data parallelism is supported. The engine holds a microbatch's whole
-logits at once, so a large vocabulary needs small microbatches. tests/megatron/test_fsdp_referee.py checks that both
-engines agree on log-probs, losses, gradient norms and weights.
+Model, attention, language-model head, sharding, clipping and optimizer come from torch and transformers; packing, the
+value head and the learning-rate schedule are MegatronEngine's. A microbatch's whole logits are held at once, so a large
+vocabulary needs small microbatches. tests/megatron/test_fsdp_referee.py checks that both engines agree on log-probs,
+losses, gradient norms and weights.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from megatron_rl import parallel, platform, support
 from megatron_rl.api import LogprobLoss, ValueLoss, WeightReceiver
 from megatron_rl.batch import packing
-from megatron_rl.batch.exchange import pack_alike
-from megatron_rl.config import EngineConfig, OptimizerConfig, ParallelConfig
-from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
+from megatron_rl.config import EngineConfig
+from megatron_rl.engine.layers import ValueHead
+from megatron_rl.engine.model_engine import ModelEngine, loss_weight, step_stats, trained_tokens
 from megatron_rl.engine.one_copy import one_copy
-from megatron_rl.engine.value_head import ValueHead
+from megatron_rl.engine.optimizer import build_scheduler
 from megatron_rl.types import FinetuneSpec, MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.mapping import weight_source
 from megatron_rl.weights.tensor_rules import WeightSource
@@ -43,10 +43,7 @@ class FSDPEngine(ModelEngine):
         stats = engine.train_batch(batch, LogprobLoss(my_loss, temperature=1.0))
         engine.step_lr_scheduler()
 
-    Parameters, gradients and AdamW's state are sharded over the data axis.
-
-    groups: existing process groups, such as those of the first engine. Default: `initialize` builds them.
-    head: `policy`, or `value` for one number per token. If the folder has no value head, the head starts at zero.
+    Parameters, gradients and AdamW's state are sharded over the data axis. groups, head: as in MegatronEngine.
     """
 
     def __init__(
@@ -57,41 +54,29 @@ class FSDPEngine(ModelEngine):
         trainable: bool = True,
         head: str = "policy",
     ) -> None:
-        check_layout(config.parallel)
-        if config.lora.rank > 0:
-            raise ValueError(
-                f"lora.rank = {config.lora.rank}: FSDPEngine trains whole models; use MegatronEngine, or set it to 0."
-            )
-        if config.exact:
-            raise ValueError(
-                "rollout.exact = true: FSDPEngine has transformers' layers, whose bits servers cannot compute; use "
-                "MegatronEngine, or set it to false."
-            )
-        if config.draft.kind != "none":
-            raise ValueError(
-                f"draft.kind = {config.draft.kind!r}: FSDPEngine trains no draft head; use MegatronEngine, or set it "
-                f"to none."
-            )
         super().__init__(config, groups=groups, trainable=trainable, head=head)
-        if self.arch.mixture is not None:
-            raise ValueError(
-                f"model.path = {config.model.path!r}: FSDPEngine has no mixtures of experts, and {self.arch.family} is "
-                f"one; use MegatronEngine."
-            )
-        if self.arch.delta_net is not None:  # transformers would carry the recurrent state across packed sequences
-            raise ValueError(
-                f"model.path = {config.model.path!r}: FSDPEngine has no delta nets, and {self.arch.family} has; use "
-                f"MegatronEngine."
-            )
-        self.dtype = getattr(torch, config.model.dtype)
-
-    # -- life ---------------------------------------------------------------------------------------------------------
+        arch, layout, lora, draft, model = self.arch, config.parallel, config.lora.rank, config.draft.kind, config.model
+        splits = "must be 1 for FSDPEngine, which splits over the data axis only"
+        refusals = [  # holds, why, what else to do
+            (layout.tensor > 1, f"parallel.tensor = {layout.tensor}: {splits}", "set it to 1"),
+            (layout.pipeline > 1, f"parallel.pipeline = {layout.pipeline}: {splits}", "set it to 1"),
+            (lora > 0, f"lora.rank = {lora}: FSDPEngine trains whole models", "set it to 0"),
+            (config.exact, "rollout.exact = true: servers cannot compute the bits of FSDPEngine", "set it to false"),
+            (draft != "none", f"draft.kind = {draft!r}: FSDPEngine trains no draft head", "set it to none"),
+        ]
+        lacks = f"model.path = {model.path!r}: FSDPEngine has no"
+        refusals += [
+            (arch.mixture is not None, f"{lacks} mixtures of experts, and {arch.family} is one", "another model"),
+            # transformers would carry the recurrent state across packed sequences
+            (arch.delta_net is not None, f"{lacks} delta nets, and {arch.family} has", "another model"),
+        ]
+        for holds, why, otherwise in refusals:
+            if holds:
+                raise ValueError(f"{why}; use MegatronEngine, or {otherwise}.")
+        self.dtype = getattr(torch, model.dtype)
 
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Join the process group, shard the model over the data axis, load its weights and create the optimizer.
-
-        Collective: every rank calls it.
-        """
+        """Join the process group, shard the model, load its weights and create the optimizer. Collective."""
         source = self.first_weights()  # before creating process groups, so that a bad folder fails at once
         self.groups = self.groups or parallel.start(self.config.parallel, seed=self.config.seed)
         self.device = platform.device()
@@ -134,23 +119,14 @@ class FSDPEngine(ModelEngine):
             parameter.to_local().copy_(source.read(name, 0, start, min(start + rows, count)))
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
-        """Start a new optimizer and schedule, for example between a warm start and RL.
-
-        lr: constant learning rate that replaces the configured schedule.
-        """
-        options = self.optimizer_options(lr)
-        self.options, self.total_updates, self.scheduled_updates = options, total_updates, -1
+        """Start a new optimizer and schedule, for example after a warm start. lr: constant rate in its place."""
+        options = self.options = self.optimizer_options(lr)
         self.was_skipped = False
-        # Like Megatron, no weight decay for norms and biases.
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
         vectors = [p for p in self.model.parameters() if p.ndim == 1]
-        self.optimizer = torch.optim.AdamW(
-            [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}],
-            betas=(options.beta1, options.beta2),
-            eps=options.eps,
-            weight_decay=options.weight_decay,
-        )
-        self.step_lr_scheduler()  # counts to 0: the first update uses the rate after 0 steps
+        groups = [{"params": matrices}, {"params": vectors, "wd_mult": 0.0}]  # as in Megatron
+        self.optimizer = torch.optim.AdamW(groups, betas=(options.beta1, options.beta2), eps=options.eps)
+        self.scheduler = build_scheduler(options, self.optimizer, total_updates)  # also sets the weight decay
 
     def destroy(self) -> None:
         self.close_publisher()
@@ -159,8 +135,6 @@ class FSDPEngine(ModelEngine):
     def train(self, mode: bool = True) -> FSDPEngine:
         self.model.train(mode)
         return self
-
-    # -- computing ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         self.check_trainable()
@@ -186,39 +160,28 @@ class FSDPEngine(ModelEngine):
     def forward(self, data, post_hook=None, *, temperature: float = 1.0, entropy: bool = False) -> Tensor:
         self.check_head("post_hook", self.arch.head if post_hook is None else "policy")
         batch = TrajectoryBatch.of(data)
-        microbatches, values = self._pack(batch), []
+        microbatches, values = self.in_microbatches(batch), []
         for microbatch in microbatches:
             rows, output = self._rows_and_output(microbatch)
             if self.arch.head == "value":
                 values.append(output)
             elif post_hook is None:
-                # selects log-probs or entropy
-                values.append(logprobs_entropy(output, rows, temperature)[entropy])
+                values.append(logprobs_entropy(output, rows, temperature)[int(entropy)])
             else:
                 values.append(post_hook(output, rows).float())
         on_host = [value.to(batch["input_ids"].device) for value in values]
         return packing.scatter_rows(microbatches, on_host, len(batch["input_ids"]))
 
-    def step_lr_scheduler(self) -> None:
-        if self.was_skipped:
-            return
-        self.scheduled_updates += 1
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(self.options, self.scheduled_updates, self.total_updates)
-
     def _accumulate(self, data, loss_fn, loss_weight_fn, *, backward: bool) -> dict[str, float]:
-        """Run all microbatches. Return the global sums of loss, weight and statistics."""
         batch, kept = TrajectoryBatch.of(data), []
         self.check_loss(loss_fn, batch)
-        for microbatch in self._pack(batch):
+        for microbatch in self.in_microbatches(batch):
             rows, output = self._rows_and_output(microbatch)
-            weight = torch.as_tensor((loss_weight_fn or trained_tokens)(microbatch.rows))  # on the host
-            loss_sum, sums = _loss(output, rows, loss_fn, weight)
+            weight = loss_weight((loss_weight_fn or trained_tokens)(microbatch.rows))
+            loss_sum, sums = _loss(output, rows, loss_fn, int(weight))
             if backward:
                 loss_sum.backward()
-            kept.append(
-                {"loss": loss_sum.detach(), "weight": output.new_full((), float(weight), dtype=torch.float64)} | sums
-            )
+            kept.append({"loss": loss_sum.detach(), "weight": weight.to(self.device)} | sums)
         totals = torch.stack([torch.stack([part[name].double() for part in kept]).sum() for name in kept[0]])
         dist.all_reduce(totals, group=self.groups.data.group)
         return dict(zip(kept[0], totals.tolist(), strict=True))
@@ -226,8 +189,8 @@ class FSDPEngine(ModelEngine):
     def _rows_and_output(self, microbatch: MicroBatch) -> tuple[TensorDict, Tensor]:
         """Return the rows on the device, and the model's output: `[T, V]` float32 logits, or `[T]` values.
 
-        Values are 0 in untrained rows. One forward pass computes all sequences, with masks between them. With one pass
-        per sequence, the ranks' numbers of passes would differ, and under FSDP each pass is a collective.
+        Values are 0 in untrained rows. One pass computes all sequences, with masks between them, because each pass is a
+        collective under FSDP, and ranks have different numbers of sequences.
         """
         columns, positions = one_copy((dict(microbatch.rows.items()), microbatch.positions), self.device)
         rows = TensorDict(columns)
@@ -242,10 +205,7 @@ class FSDPEngine(ModelEngine):
         return rows, output.logits[0].float()
 
     def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return the attention mask of T rows, `[1, 1, T, T]` bool.
-
-        If layers have different windows, return a dict of masks, keyed by transformers' names of the layer types.
-        """
+        """Return the mask of T rows, `[1, 1, T, T]` bool, or several by the names of transformers' layer types."""
         # A sequence begins at each position 0.
         sequence, row = (positions == 0).cumsum(0), torch.arange(len(positions), device=self.device)
         distance = row[:, None] - row[None, :]
@@ -255,17 +215,6 @@ class FSDPEngine(ModelEngine):
             mask = (visible if window is None else visible & (distance < window))[None, None]
             masks["full_attention" if window is None else "sliding_attention"] = mask
         return masks if len(masks) > 1 else mask
-
-    def _pack(self, batch: TrajectoryBatch) -> list[MicroBatch]:
-        self.check_tokens(batch)
-        return pack_alike(
-            batch,
-            self.groups,
-            tokens_per_microbatch=self.config.tokens_per_microbatch,
-            allow_longer=self.config.allow_longer_sequences,
-        )
-
-    # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in self.model.named_parameters():  # transformers' names, without a tied head
@@ -294,19 +243,8 @@ class ValueModel(nn.Module):
         self.model, self.score = trunk, ValueHead(hidden, torch.float32)
 
     def forward(self, **inputs: Any) -> Tensor:
-        """Return the values `[T]` float32 of one row of packed tokens, `[1, T]`."""
         values = self.score(self.model(**inputs).last_hidden_state[0])
         return values.clone()  # an in-place operation on a view would lose FSDP2's hook, with a warning
-
-
-def check_layout(layout: ParallelConfig) -> None:
-    """Raise ValueError for a layout that FSDPEngine does not support."""
-    for key in ("tensor", "pipeline"):
-        if getattr(layout, key) > 1:
-            raise ValueError(
-                f"parallel.{key} = {getattr(layout, key)}: must be 1 for FSDPEngine, which splits over the data axis "
-                f"only; set it to 1, or use MegatronEngine."
-            )
 
 
 def _refuse_optimizer(method: str, with_optimizer: bool) -> None:
@@ -317,23 +255,8 @@ def _refuse_optimizer(method: str, with_optimizer: bool) -> None:
         )
 
 
-def learning_rate(options: OptimizerConfig, updates: int, total_updates: int) -> float:
-    """Return the learning rate after `updates` updates, like `OptimizerParamScheduler.get_lr` of megatron.core 0.16."""
-    warmup, last = options.warmup_updates, max(total_updates, options.warmup_updates + 1)
-    if warmup and updates <= warmup:
-        return options.lr * updates / warmup
-    if options.schedule == "constant":
-        return options.lr
-    share = min((updates - warmup) / (last - warmup), 1.0)
-    left = 1.0 - share if options.schedule == "linear" else 0.5 * (math.cos(math.pi * share) + 1.0)
-    return options.min_lr + left * (options.lr - options.min_lr)
-
-
 def logprobs_entropy(logits: Tensor, rows: TensorDict, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log p(label) and entropy, both `[T]`, 0 where the label is negative. They are over the rows' supports.
-
-    Uses plain autograd, and no kernel of megatron_rl.ops.
-    """
+    """Return log p(label) and entropy over the rows' supports, both `[T]`, 0 where the label is negative."""
     labels = rows["labels"]
     trained = (labels >= 0).nonzero()[:, 0]
     scaled = logits[trained]
@@ -363,17 +286,11 @@ def _adjusted(logits: Tensor, ids: Tensor, adjustment: Tensor) -> Tensor:
     return found
 
 
-def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a microbatch's loss sum and statistics.
-
-    The sum always has an autograd graph, because backward is a collective that every rank must run.
-    """
-    count = float(weight)
-    if not count.is_integer():
-        raise ValueError(f"loss_weight_fn returned {count}: must be an integer count; put fractions into the loss.")
+def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: int) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return a microbatch's loss sum, always with a graph because all ranks must run backward, and its statistics."""
     if not isinstance(loss_fn, LogprobLoss | ValueLoss):
         # A mean over no rows is 0 / 0.
-        return loss_fn(output, rows) * count if count else output.sum() * 0.0, {}
+        return loss_fn(output, rows) * weight if weight else output.sum() * 0.0, {}
     if isinstance(loss_fn, ValueLoss):
         loss_sum, sums = loss_fn.fn(output, rows)
     elif loss_fn.beside is not None:

@@ -1,8 +1,7 @@
 """Host memory shared with the forked processes that write checkpoints, and page-locked host memory.
 
-A fork makes every page of the parent copy-on-write. Without a GPU, the next training step would copy all weights,
-gradients and optimizer states page by page. This took three times as long as the step itself. So writers get a copy in
-shared memory, which is reused for every checkpoint, and the original tensors are excluded from the fork.
+A fork makes every page of the parent copy-on-write. Without a GPU, the next training step would copy all its tensors
+page by page. So writers get a copy in shared memory, and the original tensors are excluded from the fork.
 """
 
 from __future__ import annotations
@@ -16,15 +15,11 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-_PORTABLE = 1
-"""Flag of cudaHostRegister: page-locked for all devices of this process."""
-_NO_RESERVE = 0x4000
-"""Linux's MAP_NORESERVE for mmap(2): memory that is not there is missed when it is touched, not when it is mapped."""
-_DONT_FORK, _DO_FORK = 10, 11
-"""Linux's values of MADV_DONTFORK and MADV_DOFORK, for madvise(2)."""
+_PORTABLE = 1  # flag of cudaHostRegister: page-locked for all devices of this process
+_NO_RESERVE = 0x4000  # Linux's MAP_NORESERVE: missing memory is noticed when it is touched, not when it is mapped
+_DONT_FORK, _DO_FORK = 10, 11  # Linux's MADV_DONTFORK and MADV_DOFORK
 ALIGNMENT = 64
-LEAST_BYTES = 1024 * 1024
-"""Minimum size of a tensor to exclude from forks: a smaller one is not worth the system call."""
+LEAST_BYTES = 1024 * 1024  # minimum size of a tensor to exclude from forks
 
 
 class SharedCopies:
@@ -34,16 +29,14 @@ class SharedCopies:
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copy the tensors into shared memory. This overwrites earlier copies, whose readers must be done.
-
-        Each copy has its own storage of exactly its size, because torch.save writes the whole storage of a view.
-        """
+        """Copy the tensors into shared memory, in place of earlier copies, whose readers must be done."""
         sizes = [math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT for tensor in tensors]
         if sum(sizes) > len(self.memory):
             self.memory = mmap.mmap(-1, sum(sizes))  # anonymous memory: containers limit /dev/shm
         copies, start = [], 0
         for tensor, size in zip(tensors, sizes, strict=True):
             if tensor.numel():
+                # A storage of exactly the tensor's size, because torch.save writes the whole storage of a view.
                 room = torch.frombuffer(self.memory, dtype=tensor.dtype, count=tensor.numel(), offset=start)
                 tensor = room.view(tensor.shape).copy_(tensor)
             copies.append(tensor)
@@ -70,11 +63,8 @@ class _PageLocked(mmap.mmap):
 
 
 def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
-    """Return `nbytes` of host memory (uint8), page-locked if there is a GPU.
-
-    torch's own allocator of page-locked memory rounds up to a power of two, which may take almost twice the memory.
-    """
-    # Unreserved, because a rehearsal maps more than its machine has. On a GPU machine, locking checks that it is there.
+    """Return `nbytes` of host memory (uint8), page-locked if there is a GPU. torch would round up to a power of two."""
+    # Unreserved, because a rehearsal maps more than its machine has. With a GPU, locking checks that it is there.
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
     memory = _PageLocked(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
     flat = torch.frombuffer(memory, dtype=torch.uint8)
@@ -85,10 +75,7 @@ def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
 
 @contextlib.contextmanager
 def left_out_of_forks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Exclude these host tensors from processes forked inside this context. Such a process must not access them.
-
-    Tensors below LEAST_BYTES are not excluded.
-    """
+    """Exclude host tensors of LEAST_BYTES or more from processes forked in this context, which must not access them."""
     libc = ctypes.CDLL(None, use_errno=True)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     spans = []

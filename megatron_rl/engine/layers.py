@@ -8,34 +8,25 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
-from megatron.core.tensor_parallel import (
-    RowParallelLinear,
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
+from megatron.core.models.gpt import gpt_layer_specs
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_latent_attention import MLASelfAttention
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from torch import Tensor, nn
 
 from megatron_rl.config import ParallelConfig
-from megatron_rl.engine.attention import PackedAttention
-from megatron_rl.engine.attention_sinks import SinkAttention
+from megatron_rl.engine.attention import PackedAttention, SinkAttention
 from megatron_rl.engine.context import Gathering
 from megatron_rl.engine.delta_net import GatedDeltaNet
 from megatron_rl.engine.packed_rows import PackedRows
-from megatron_rl.engine.rope import Rope, rotate, rows_of
-from megatron_rl.engine.routing import replay_in
+from megatron_rl.engine.rope import Rope, rotate
+from megatron_rl.engine.routing import ReplayRouter
 from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.weights.decoder import Architecture
 
@@ -66,10 +57,7 @@ class OffsetNorm(RMSNorm):
 
 
 class WideNorm(ShardedModule):
-    """RMSNorm over all heads together, which are split over the ranks of `group`.
-
-    Maps `[R, 1, this rank's heads, D]` to the same shape.
-    """
+    """RMSNorm over all heads of a row, which are split over the ranks of `group`. Input: `[R, 1, own heads, D]`."""
 
     cut = ("weight",)
 
@@ -85,13 +73,13 @@ class WideNorm(ShardedModule):
         squares = values.square().sum((-2, -1), keepdim=True)  # [R, 1, 1, 1]
         # sums over ranks in the forward pass, and the partial gradients in the backward pass
         if self.tp_group.size() > 1:
-            squares = reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
-            squares = copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
+            squares = tensor_parallel.reduce_from_tensor_model_parallel_region(squares, group=self.tp_group)
+            squares = tensor_parallel.copy_to_tensor_model_parallel_region(squares, group=self.tp_group)
         normed = (values * (squares / self.width + self.eps).rsqrt()).to(x.dtype)
         return normed * self.weight.view(x.shape[-2:])
 
 
-class NormedRowParallelLinear(RowParallelLinear):
+class NormedRowParallelLinear(tensor_parallel.RowParallelLinear):
     """The last matrix of an attention or feed-forward block, followed by a norm as in Gemma and OLMo."""
 
     norm_class: type[RMSNorm] = RMSNorm
@@ -99,60 +87,68 @@ class NormedRowParallelLinear(RowParallelLinear):
     def __init__(self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any) -> None:
         super().__init__(input_size, output_size, config=config, **options)
         self.norm = self.norm_class(config, output_size, eps=config.layernorm_epsilon)
-        self.register_forward_hook(_normed)  # a hook, so that an adapter's hook can run before it
-
-
-def _normed(linear: nn.Module, inputs: Any, result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    return linear.norm(result[0]), result[1]
+        # a hook, so that an adapter's hook can run before it
+        self.register_forward_hook(lambda linear, inputs, result: (linear.norm(result[0]), result[1]))
 
 
 class OffsetNormedRowParallelLinear(NormedRowParallelLinear):
-    """NormedRowParallelLinear with Gemma's norm."""
-
     norm_class = OffsetNorm
 
 
-class BiasedRowParallelLinear(RowParallelLinear):
+class BiasedRowParallelLinear(tensor_parallel.RowParallelLinear):
     """The last matrix of an expert, with a bias that Megatron adds in place."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         output, bias = super().forward(x)
-        # Without expert parallelism, Megatron returns its custom function's input unchanged. Autograd forbids changing
-        # it.
+        # Without expert parallelism, this is the input of Megatron's custom function, which autograd must not change.
         return output if self.explicit_expert_comm else output.clone(), bias
 
 
 class WholeLinear(nn.Module):
-    """A replicated matrix, which every tensor rank applies to its own rows. Maps `[..., H]` to `[..., size]`."""
+    """A replicated `[outputs, inputs]` matrix, which every tensor rank applies to its own rows."""
 
-    def __init__(self, config: TransformerConfig, size: int) -> None:
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(size, config.hidden_size, dtype=config.params_dtype))
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype))
         self.weight.sequence_parallel = config.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight)
 
 
+class ValueHead(nn.Module):
+    """The head of a critic or reward model: a linear map without bias to one number per token, in float32.
+
+    weight: `[1, H]`, replicated, initially zero: `score.weight` of a HF sequence classification model.
+    """
+
+    def __init__(self, hidden: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, hidden, dtype=dtype))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Map hidden states `[T, H]` to values `[T]` float32."""
+        # bfloat16 has three decimal digits: too few, because advantages are differences of values.
+        return F.linear(hidden.float(), self.weight.float())[:, 0]
+
+
 class LatentAttention(MLASelfAttention):
     """Multi-head latent attention (MLA) that rotates rows by their own positions.
 
-    Megatron's local layers split the down projections over the tensor axis. Each rank would then have only its own
-    heads' part of the gradient of the rotated key, which all heads share. Here the projections are replicated, which
-    needs sequence parallelism. The norms after the projections are also created here: if the spec named norms,
-    megatron.core 0.19 would always require one for the queries.
+    The down projections are replicated, which needs sequence parallelism. In Megatron's local layers, a rank has only
+    its own heads' part of the gradient of the rotated key, which all heads share. The norms are not in the spec,
+    because megatron.core 0.19 would always want one for queries.
     """
 
-    rope: Rope
-    """Rotary embedding, set after building."""
+    rope: Rope  # rotary embedding, set after building
 
     def __init__(self, config: MLATransformerConfig, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        norm = TENorm if config.transformer_impl == "transformer_engine" else RMSNorm
-        self.linear_kv_down_proj = WholeLinear(config, config.kv_lora_rank + config.qk_pos_emb_head_dim)
+        norm, hidden = TENorm if is_fused(config) else RMSNorm, config.hidden_size
+        self.linear_kv_down_proj = WholeLinear(config, hidden, config.kv_lora_rank + config.qk_pos_emb_head_dim)
         self.kv_layernorm = norm(config, config.kv_lora_rank, eps=LATENT_NORM_EPS)
         if config.q_lora_rank is not None:
-            self.linear_q_down_proj = WholeLinear(config, config.q_lora_rank)
+            self.linear_q_down_proj = WholeLinear(config, hidden, config.q_lora_rank)
             self.q_layernorm = norm(config, config.q_lora_rank, eps=LATENT_NORM_EPS)
 
     def get_query_key_value_tensors(
@@ -166,8 +162,7 @@ class LatentAttention(MLASelfAttention):
         """Project hidden states `[R / tensor, 1, H]` to queries and compressed keys.
 
         Returns the query `[R, heads, ...]`, the compressed keys (input of `expand`), None as value, and the inputs of
-        both up projections. Under context parallelism, ranks gather the compressed keys, which are much smaller
-        than the keys of all heads.
+        both up projections. Context ranks gather the compressed keys, which are much smaller than all heads' keys.
         """
         config, packed = self.config, packed_seq_params
         rotation = packed.rotation(self.rope)
@@ -175,7 +170,9 @@ class LatentAttention(MLASelfAttention):
         kv_source, rotated_key = down.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         kv_source = self.kv_layernorm(kv_source)
         first = self.pg_collection.tp.rank() * len(down) if config.sequence_parallel else 0
-        rotated_key = rotate(_halves(rotated_key), rows_of(rotation, first, first + len(down)))
+        own = slice(first, first + len(down))
+        own_rotation = rotation[own] if isinstance(rotation, Tensor) else (rotation[0][own], rotation[1][own])
+        rotated_key = rotate(_halves(rotated_key), own_rotation)
         gathering = Gathering(torch.cat([kv_source, rotated_key], dim=-1), packed.context)
 
         if config.q_lora_rank is None:
@@ -190,17 +187,13 @@ class LatentAttention(MLASelfAttention):
         return query, gathering.rows(), None, query_source, kv_source  # the value is None, which Megatron does not pad
 
     def expand(self, latent: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor]:
-        """Form key and value, `[K, heads, ...]`, from compressed keys `[rows / tensor, 1, ...]`.
-
-        The compressed keys include the rotated part that all heads share. The core attention calls this, so that
-        recomputing the attention also recomputes keys and values.
-        """
+        """Form key and value, `[K, heads, ...]`, from compressed keys, as a part of the core attention."""
         config, heads = self.config, self.num_attention_heads_per_partition
         kv_source, rotated_key = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         key_value, _ = self.linear_kv_up_proj(kv_source.contiguous())
         # linear_kv_up_proj gathers its input itself, but the rotated key does not pass through it
         if config.sequence_parallel:
-            rotated_key = gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
+            rotated_key = tensor_parallel.gather_from_sequence_parallel_region(rotated_key, group=self.pg_collection.tp)
         key_value = key_value.squeeze(1).unflatten(-1, (heads, -1))
         if packed.keys is not None:
             key_value, rotated_key = (packed.keys.of_values(rows) for rows in (key_value, rotated_key))
@@ -213,9 +206,9 @@ def _halves(rotated: Tensor) -> Tensor:
     return torch.cat([rotated[..., 0::2], rotated[..., 1::2]], dim=-1)
 
 
-def config_class(arch: Architecture) -> type[TransformerConfig]:
-    """Return Megatron's config class for the model family."""
-    return TransformerConfig if arch.latent is None else MLATransformerConfig
+def is_fused(config: TransformerConfig) -> bool:
+    """Return True if the layers are Transformer Engine's, not Megatron's local ones."""
+    return config.transformer_impl == "transformer_engine"
 
 
 def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, Any]:
@@ -228,8 +221,7 @@ def family_options(arch: Architecture, parallel: ParallelConfig) -> dict[str, An
     if arch.has_biases:
         options["add_bias_linear"] = True
     if arch.delta_net is not None:
-        # The delta nets are not Megatron's. This option makes it name layers of different kinds differently in
-        # checkpoints.
+        # The delta nets are not Megatron's, but this makes its checkpoints name the two kinds of layers differently.
         options["linear_attention_freq"] = [int(has_delta_net) for has_delta_net in arch.delta_net.layers]
     if arch.gated_attention:
         options["attention_output_gate"] = True
@@ -283,12 +275,7 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
 
 
 def layer_spec(
-    arch: Architecture,
-    tf_config: TransformerConfig,
-    *,
-    has_delta_net: bool = False,
-    is_mixture: bool = False,
-    use_transformer_engine: bool = False,
+    arch: Architecture, tf_config: TransformerConfig, *, has_delta_net: bool, is_mixture: bool
 ) -> ModuleSpec:
     """Return the spec of one kind of layer, built from Megatron's local modules or Transformer Engine's."""
     options: dict[str, Any] = dict(
@@ -297,21 +284,23 @@ def layer_spec(
         qk_layernorm=tf_config.qk_layernorm,
         multi_latent_attention=arch.latent is not None,
     )
-    if use_transformer_engine:
-        spec = get_gpt_layer_with_transformer_engine_spec(**options)
+    if is_fused(tf_config):
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(**options)
         # Name the norms in checkpoints as local layers do, whichever kind of layer wrote them.
-        local = get_gpt_layer_local_spec(multi_latent_attention=options["multi_latent_attention"])
+        local = gpt_layer_specs.get_gpt_layer_local_spec(multi_latent_attention=options["multi_latent_attention"])
         # Megatron's names for mixtures differ between the two kinds
         names = local.submodules.sharded_state_dict_keys_map
         spec.submodules.sharded_state_dict_keys_map = names or {"mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm."}
     else:
-        spec = get_gpt_layer_local_spec(**options, normalization="RMSNorm")
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(**options, normalization="RMSNorm")
     layer, attention = spec.submodules, spec.submodules.self_attention.submodules
     if arch.latent is not None:
         spec.submodules.self_attention.module = LatentAttention
     # Only these support shared prompts and the rows of a context rank.
     attention.core_attention = SinkAttention if arch.has_sinks else PackedAttention
-    if use_transformer_engine:
+    if is_mixture:
+        submodules_of(layer.mlp).router = ReplayRouter
+    if is_fused(tf_config):
         return spec
     layer.input_layernorm = layer.pre_mlp_layernorm = norm_class(arch) if arch.has_norms_before else IdentityOp
     if arch.qk_norm:
@@ -337,38 +326,25 @@ def norm_class(arch: Architecture) -> type[RMSNorm]:
 
 
 def block_spec(
-    arch: Architecture,
-    tf_config: TransformerConfig,
-    *,
-    vp_stage: int | None = None,
-    use_transformer_engine: bool = False,
-    replays_routing: bool = False,
-) -> TransformerBlockSubmodules:
-    """Return the layers of this rank's model chunk and the final norm."""
-    specs = {
-        kind: layer_spec(
-            arch, tf_config, has_delta_net=kind[0], is_mixture=kind[1], use_transformer_engine=use_transformer_engine
-        )
-        for kind in {arch.kind(number) for number in range(arch.layers)}
-    }
-    if replays_routing:
-        for spec in specs.values():
-            replay_in(spec.submodules)
-    first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)
-    numbers = range(first, first + get_num_layers_to_build(tf_config, vp_stage=vp_stage))  # in the whole model
-    return TransformerBlockSubmodules(
-        layer_specs=[specs[arch.kind(number)] for number in numbers],
-        layer_norm=TENorm if use_transformer_engine else norm_class(arch),
+    arch: Architecture, tf_config: TransformerConfig, *, vp_stage: int | None = None
+) -> transformer_block.TransformerBlockSubmodules:
+    kinds = {arch.kind(number) for number in range(arch.layers)}
+    specs = {kind: layer_spec(arch, tf_config, has_delta_net=kind[0], is_mixture=kind[1]) for kind in kinds}
+    first = get_transformer_layer_offset(tf_config, vp_stage=vp_stage)  # in the whole model
+    count = transformer_block.get_num_layers_to_build(tf_config, vp_stage=vp_stage)
+    return transformer_block.TransformerBlockSubmodules(
+        layer_specs=[specs[arch.kind(number)] for number in range(first, first + count)],
+        layer_norm=TENorm if is_fused(tf_config) else norm_class(arch),
     )
 
 
-def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transformer_engine: bool = False) -> None:
-    """Set the rotary embedding and the window of the attention in each of these built layers."""
+def place_attention(decoder: transformer_block.TransformerBlock, arch: Architecture) -> None:
+    """Set the rotary embedding and the window of the attention in each of a built decoder's layers."""
     rope = windowed_rope = Rope.of(arch)
     if arch.window_rope_theta is not None:
         windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
-    rope.is_fused = windowed_rope.is_fused = use_transformer_engine
-    for layer in layers:
+    rope.is_fused = windowed_rope.is_fused = is_fused(decoder.config)
+    for layer in decoder.layers:
         if arch.has_delta_net(layer.layer_number - 1):  # a delta net's state already encodes the order of rows
             continue
         attention, window = layer.self_attention, arch.windows[layer.layer_number - 1]  # Megatron numbers layers from 1
@@ -388,8 +364,7 @@ def place_attention(layers: nn.ModuleList, arch: Architecture, *, use_transforme
 def add_gradients_in_products(model: nn.Module) -> None:
     """Make Transformer Engine's matrix products add weight gradients directly to DDP's buffer.
 
-    This sets a flag in each layer. Megatron's global flag would also cover the output layer, which would then need
-    apex.
+    Set per layer: Megatron's global flag also covers the output layer, which then needs apex.
     """
     for module in model.modules():
         if "fuse_wgrad_accumulation" in vars(module):

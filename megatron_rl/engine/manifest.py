@@ -5,6 +5,7 @@ If a subfolder has its own manifest, the outer manifest lists that manifest and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import zlib
 from pathlib import Path
@@ -31,10 +32,8 @@ def write(folder: Path) -> None:
     """Write the manifest of all files below `folder`, using the checksums that `write_part` has stored."""
     known: dict[str, dict[str, int]] = {}
     for part in folder.glob(f"{_PART}*"):
-        try:
+        with contextlib.suppress(ValueError):  # the disk was full; the checksums are computed below
             known |= json.loads(part.read_text())
-        except ValueError:  # the disk was full; the checksums are computed below
-            pass
         part.unlink()
     inner = [path.parent for path in folder.rglob(NAME) if path.parent != folder]
     files = sorted(path for path in folder.rglob("*") if path.is_file())
@@ -48,9 +47,8 @@ def write(folder: Path) -> None:
 
 
 def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
-    """Describe every missing or modified file. Returns [] if all files match the manifest.
+    """Describe every file that is missing, modified or without an entry. Hidden files are ignored.
 
-    A file without an entry is a fault too, because its origin is unknown. Hidden files are ignored.
     part, parts: divide the files into `parts` equal shares, and check only share number `part`, from 0.
     """
     try:
@@ -71,10 +69,7 @@ def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def faults_for_all(path: Path, groups: ParallelGroups) -> list[str]:
-    """Check every file of a folder with a manifest. Ranks divide the files, and every rank gets all faults.
-
-    Collective: every rank calls it.
-    """
+    """Return `faults` of all files on every rank. Collective: ranks divide the files among themselves."""
     of_ranks: list[list[str]] = [[] for _ in range(groups.world_size)]
     found = faults(path, part=groups.rank, parts=groups.world_size)
     dist.all_gather_object(of_ranks, found, group=groups.control)
@@ -82,7 +77,6 @@ def faults_for_all(path: Path, groups: ParallelGroups) -> list[str]:
 
 
 def _read(folder: Path) -> dict[str, dict[str, int]]:
-    """Return the entries of a folder's manifest and of its subfolders' manifests."""
     entries: dict[str, dict[str, int]] = json.loads((folder / NAME).read_text())["files"]
     for name in [name for name in entries if name != NAME and Path(name).name == NAME]:
         inner = Path(name).parent

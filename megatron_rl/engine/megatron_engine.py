@@ -1,8 +1,4 @@
-"""MegatronEngine: a TrainEngine for one model on Megatron-Core.
-
-All ranks call every method with their data-parallel share of the data; tensor and pipeline peers hold the same share.
-Results do not depend on the layout or the microbatch split, as tests/megatron verifies.
-"""
+"""MegatronEngine: a TrainEngine on Megatron-Core. Its results do not depend on the layout or the microbatch split."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ from typing import Any
 import torch
 from megatron.core.distributed import DistributedDataParallel
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megatron_rl import parallel, platform
@@ -25,7 +20,6 @@ from megatron_rl.engine.adapters import Adapters
 from megatron_rl.engine.draft_head import DraftHead, first_weights
 from megatron_rl.engine.host_memory import left_out_of_forks
 from megatron_rl.engine.layers import add_gradients_in_products
-from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.engine.microbatch_engine import MicrobatchEngine
 from megatron_rl.engine.model import DTYPES, build_chunks, transformer_config, vocab_shard
 from megatron_rl.engine.model_engine import step_stats, trained_tokens
@@ -38,13 +32,7 @@ from megatron_rl.launch.ports import address_towards
 from megatron_rl.ops import fixed_order
 from megatron_rl.ops.head import head_logits
 from megatron_rl.types import FinetuneSpec, StepStats
-from megatron_rl.weights.adapter_rules import (
-    PeftFolder,
-    adapter_shapes,
-    adapter_source,
-    is_peft_folder,
-    write_peft_folder,
-)
+from megatron_rl.weights import adapter_rules
 from megatron_rl.weights.draft_files import has_draft, read_draft, write_draft
 from megatron_rl.weights.mapping import hf_shapes, weight_source
 from megatron_rl.weights.mtp_layers import copies_in, mtp_source, specs_with_layer, with_layer
@@ -66,9 +54,10 @@ class MegatronEngine(MicrobatchEngine):
         engine.step_lr_scheduler()
         engine.save("runs/mine/final")
 
+    Collective: every rank calls every method, with its data-parallel share of the data; all other axes share it.
     groups: an existing layout, such as that of the first engine. Default: `initialize` builds one.
     head: `policy`, or `value` for one number per token. If the folder has no value head, the head starts at zero.
-    shared_device: needed if the device lacks memory for all engines at once, or if rollout servers use the device too.
+    shared_device: needed if engines take turns on the device, or if rollout servers use it too.
     """
 
     def __init__(
@@ -83,9 +72,7 @@ class MegatronEngine(MicrobatchEngine):
     ) -> None:
         super().__init__(config, groups=groups, trainable=trainable, head=head)
         self.passed_through = megatron or {}
-        self._export: HFExport | None = None
-        self._adapter_export: HFExport | None = None
-        self._published_export: HFExport | None = None
+        self._plans: dict[str, HFExport] = {}
         self.draft = self._far_embedding = None
         self._mtp_copies: dict[str, str] = {}
         """Copies of embedding and output layer in the folder's multi-token-prediction layer -> the originals' names."""
@@ -95,18 +82,12 @@ class MegatronEngine(MicrobatchEngine):
         self.shared_device = shared_device
         self._host_weights, self._host_states = HostCopy(), HostCopy()
 
-    # -- life ---------------------------------------------------------------------------------------------------------
-
     def initialize(self, addr: str | None = None, ft_spec: FinetuneSpec | None = None) -> None:
-        """Join the process group, build this rank's shard, load its weights and create the optimizer.
-
-        Collective: every rank calls it.
-        """
+        """Join the process group, build this rank's shard, load its weights and create the optimizer."""
         config = self.config
         source = self.first_weights()  # before creating process groups, so that a bad folder fails at once
         self.tf_config = transformer_config(self.arch, config, self.passed_through)
-        draft = self._first_draft(source)
-        mtp = self._first_mtp()
+        make_draft = self._draft_maker(source)
         if self.trainable and self.shared_device and config.optimizer.megatron.get("optimizer_cpu_offload"):
             raise ValueError(
                 "optimizer.megatron.optimizer_cpu_offload = True: the engine shares its GPU, so its whole state is "
@@ -124,11 +105,7 @@ class MegatronEngine(MicrobatchEngine):
         self.dtype = DTYPES[config.model.dtype]
         self.shard = vocab_shard(self.arch, self.groups)
         with self.device:  # for layers without a device argument
-            self.chunks = build_chunks(
-                *(self.arch, self.tf_config, self.groups, config.model.flash_attention, config.model.delta_kernel),
-                replays_routing=config.routing_replay != "off",
-                is_exact=config.exact,
-            )
+            self.chunks = build_chunks(self.arch, self.tf_config, self.groups, config)
         form = route_form(self.arch, config.routing_replay)
         self.routing = None if form is None else RoutingReplay(form, self.chunks, self.device)
         self.wrapped = list(self.chunks)
@@ -141,40 +118,33 @@ class MegatronEngine(MicrobatchEngine):
             self.say_what_is_not_loaded(config.model.path)
         if self.adapters is not None:
             self.adapters.note_base(self.groups)
-            self._load_adapters(adapter_source(self.arch, config.lora, seed=config.seed))
+            self._load_adapters(adapter_rules.adapter_source(self.arch, config.lora, seed=config.seed))
         product = fixed_order.logits if config.exact else head_logits
         self._head = Head(self.chunks[-1], self._output_weight, self.shard, self.groups.context, product)
         self.optimizer = self.scheduler = None
-        if draft:
-            where: dict[str, Any] = {"device": self.device, "dtype": self.dtype}
-            self.draft = DraftHead(self.arch, config.draft, self.groups, draft, **where)
-        if mtp is not None:
-            self.draft = MTPHead(self.arch, config, self.groups, *mtp, device=self.device)
+        self.draft = None if make_draft is None else make_draft()
         if self.trainable:
             self._prepare_training((ft_spec or FinetuneSpec(total_updates=1)).total_updates)
         else:
             for chunk in self.chunks:
                 chunk.requires_grad_(False).eval()
 
-    def _first_draft(self, policy: WeightSource) -> dict[str, Tensor]:
-        """Return the initial weights of the draft head: the model folder's, or new ones. {} if there is to be none."""
-        config = self.config
-        if config.draft.kind != "eagle" or not self.trainable:
-            return {}
-        if config.model.init == "hf" and has_draft(config.model.path):
-            return read_draft(config.model.path, self.arch)
-        return first_weights(self.arch, policy, config.seed)
-
-    def _first_mtp(self) -> tuple[WeightSource, TransformerConfig] | None:
-        """Return the source of the model's multi-token-prediction layer and its config. None if it is not trained."""
-        config = self.config
-        if config.draft.kind != "mtp" or not self.trainable:
+    def _draft_maker(self, policy: WeightSource) -> Callable[[], DraftHead] | None:
+        """Read what a draft head begins with, and return the function that builds it. None if there is to be none."""
+        config, path = self.config, self.config.model.path
+        if config.draft.kind == "none" or not self.trainable:
             return None
-        seed = config.seed if config.model.init == "random" else None
-        source = mtp_source(config.model.path, self.arch, random_seed=seed)
-        if seed is None:
-            self._mtp_copies = copies_in(config.model.path, self.arch)
-        return source, layer_config(self.arch, config, self.passed_through)
+        is_new = config.model.init == "random"
+        if config.draft.kind == "eagle":
+            is_there = not is_new and has_draft(path)
+            weights = read_draft(path, self.arch) if is_there else first_weights(self.arch, policy, config.seed)
+            return lambda: DraftHead(
+                self.arch, config.draft, self.groups, weights, device=self.device, dtype=self.dtype
+            )
+        source = mtp_source(path, self.arch, random_seed=config.seed if is_new else None)
+        self._mtp_copies = {} if is_new else copies_in(path, self.arch)
+        tf_config = layer_config(self.arch, config, self.passed_through)
+        return lambda: MTPHead(self.arch, config, self.groups, source, tf_config, device=self.device)
 
     def _prepare_training(self, total_updates: int) -> None:
         options = self.config.optimizer
@@ -194,10 +164,7 @@ class MegatronEngine(MicrobatchEngine):
         self.reset_optimizer(total_updates)
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
-        """Start a new optimizer and schedule, for example between a warm start and RL.
-
-        lr: constant learning rate that replaces the configured schedule.
-        """
+        """Start a new optimizer and schedule, for example after a warm start. lr: constant rate in its place."""
         self._activate()
         options = self.optimizer_options(lr)
         self.was_skipped = False
@@ -206,10 +173,7 @@ class MegatronEngine(MicrobatchEngine):
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
 
     def offload(self, *, keeps_weights: bool = False) -> None:
-        """Move weights and optimizer state to host memory, discard gradients and free device memory. Idempotent.
-
-        keeps_weights: leave the weights on the device. Collective: every rank calls it.
-        """
+        """Move optimizer state and, unless `keeps_weights`, weights to host memory; discard gradients. Idempotent."""
         weights, states, gradients = tensors_of(self)
         self._far_embedding = None
         if not (self._host_states.is_out or self._host_weights.is_out):
@@ -222,19 +186,12 @@ class MegatronEngine(MicrobatchEngine):
             self._host_weights.take(weights, [], self.device)
 
     def onload(self, *, with_states: bool = True) -> None:
-        """Move everything back to the device. Idempotent. Every method that computes calls it.
-
-        with_states: False moves only the weights back.
-        """
+        """Move everything, or only the weights, back to the device. Idempotent. Every method that computes calls it."""
         self._host_weights.give_back()
         if with_states:
             self._host_states.give_back()
 
     def _activate(self, *, with_states: bool = True) -> None:
-        """Make megatron.core use this engine's layout, and move its tensors to the device.
-
-        with_states: False if only weights are needed.
-        """
         self.groups.activate()
         if self.shared_device is None:
             self.onload(with_states=with_states)
@@ -250,8 +207,6 @@ class MegatronEngine(MicrobatchEngine):
         for chunk in self.wrapped:
             chunk.train(mode)
         return self
-
-    # -- computing ----------------------------------------------------------------------------------------------------
 
     def train_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         self._activate()
@@ -270,21 +225,14 @@ class MegatronEngine(MicrobatchEngine):
         fault = self.note_update(applied, data, loss_fn, loss=loss, grad_norm=grad_norm, results=logprobs)
         return step_stats(totals, logprobs=logprobs, grad_norm=grad_norm, applied=applied, fault=fault, lr=lr)
 
-    def step_lr_scheduler(self) -> None:
-        if not self.was_skipped:
-            self.scheduler.step(increment=1)
-
     def _gather_weights(self) -> None:
-        """Exchange updated weights at once, to read them outside a forward pass. Collective: every rank calls it."""
-        if self._gathers_late:
+        """Exchange updated weights at once, to read them outside a forward pass."""
+        if self.optimizer is not None and self.config.optimizer.overlap:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
 
     def parameters(self) -> Iterator[Tensor]:
-        """Iterate over this rank's parameters, chunk by chunk."""
         return itertools.chain.from_iterable(chunk.parameters() for chunk in self.chunks)
-
-    # -- weights ------------------------------------------------------------------------------------------------------
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the model's HF tensors, with adapters merged into them."""
@@ -292,48 +240,43 @@ class MegatronEngine(MicrobatchEngine):
         self._gather_weights()
         return export.stream()
 
-    def export(self) -> HFExport:
-        """Return the export plan of `hf_tensors`. The first call creates it. Collective: every rank calls it."""
+    def _plan(self, name: str, **options: Any) -> HFExport:
+        """Return the export plan of this name. The first call creates it."""
         self._activate(with_states=False)
-        if self._export is None:
-            shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
-            self._export = HFExport(self.chunks, self.arch, self.groups, shard_of=shard_of)
-        return self._export
+        if name not in self._plans:
+            self._plans[name] = HFExport(self.chunks, self.arch, self.groups, **options)
+        return self._plans[name]
+
+    def export(self) -> HFExport:
+        """Return the export plan of `hf_tensors`."""
+        return self._plan("model", shard_of=self._shard_of)
 
     def _export_for_servers(self) -> HFExport:
         """Return the export plan of a publication: the model's, and the draft head's if servers take it."""
         if self.draft is None or isinstance(self.draft, MTPHead):
             return self.export()
-        self._activate(with_states=False)
-        if self._published_export is None:
-            shard_of = Tensor.detach if self.adapters is None else self.adapters.merged
-            whole = self.draft.published
-            self._published_export = HFExport(self.chunks, self.arch, self.groups, shard_of=shard_of, whole=whole)
-        return self._published_export
+        return self._plan("servers", shard_of=self._shard_of, whole=self.draft.published)
+
+    @property
+    def _shard_of(self) -> Callable[[Tensor], Tensor]:
+        return Tensor.detach if self.adapters is None else self.adapters.merged
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' HF tensors on global rank 0, with names that lack PEFT's prefix.
-
-        Collective: every rank calls it and exhausts the stream.
-        """
+        """Yield the adapters' HF tensors on global rank 0, without PEFT's prefix. Every rank exhausts the stream."""
         known = {spec.name for spec in self.adapter_specs()}
         self._gather_weights()
-        return ((name, tensor) for name, tensor in self._adapter_export.stream() if name in known)
+        return ((name, tensor) for name, tensor in self._plans["adapters"].stream() if name in known)
 
     def adapter_specs(self) -> list[TensorSpec]:
-        """Return the specs of the tensors that `adapter_tensors` yields. Collective: every rank calls it."""
-        self._activate(with_states=False)
-        lora = self.config.lora
-        if self._adapter_export is None:
-            self._adapter_export = HFExport(self.chunks, self.arch, self.groups, lora)
-        known = adapter_shapes(self.arch, lora)
-        return [spec for spec in self._adapter_export.specs if spec.name in known]
+        """Return the specs of the tensors that `adapter_tensors` yields."""
+        plan, known = (
+            self._plan("adapters", lora=self.config.lora),
+            adapter_rules.adapter_shapes(self.arch, self.config.lora),
+        )
+        return [spec for spec in plan.specs if spec.name in known]
 
     def trained_tensors(self, shard_of: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `shard_of` returns for each trained parameter, as whole HF tensors, on global rank 0.
-
-        With adapters, only these are trained. Collective: every rank calls it and exhausts the stream.
-        """
+        """Yield what `shard_of` returns for each trained parameter, as HF tensors on rank 0. All ranks exhaust it."""
         self._activate(with_states=False)
         self._gather_weights()
         return self._trained_tensors(shard_of)
@@ -349,7 +292,7 @@ class MegatronEngine(MicrobatchEngine):
 
     def _trained_tensors(self, shard_of: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
         lora = self.config.lora if self.adapters is not None else None
-        trained = hf_shapes(self.arch) if lora is None else adapter_shapes(self.arch, lora)
+        trained = hf_shapes(self.arch) if lora is None else adapter_rules.adapter_shapes(self.arch, lora)
         stream = HFExport(self.chunks, self.arch, self.groups, lora, shard_of=shard_of).stream()
         return ((name, tensor) for name, tensor in stream if name in trained)
 
@@ -366,23 +309,21 @@ class MegatronEngine(MicrobatchEngine):
         super().write_weights(path)
         if self.draft is not None and not isinstance(self.draft, MTPHead):
             head = dict(self.draft.tensors())
-            if fault := self.groups.on_main(lambda: write_draft(path, head, self.arch)):
-                raise CheckpointError(f"draft head {fault}; see that the disk has space, and save again.")
-        if self.adapters is None:
-            return
-        tensors = dict(self.adapter_tensors())
-        lora, model, folder = self.config.lora, self.config.model.path, Path(path) / "adapter"
-        if fault := self.groups.on_main(lambda: write_peft_folder(folder, tensors, self.arch, lora, model)):
-            raise CheckpointError(f"adapters {fault}; see that the disk has space, and save again.")
+            self.write_on_main("draft head", lambda: write_draft(path, head, self.arch))
+        if self.adapters is not None:
+            tensors, folder = dict(self.adapter_tensors()), Path(path) / "adapter"
+            lora, model = self.config.lora, self.config.model.path
+            self.write_on_main(
+                "adapters", lambda: adapter_rules.write_peft_folder(folder, tensors, self.arch, lora, model)
+            )
 
     @property
     def base(self) -> FrozenBase:
-        """The model without its adapters: a reference model that needs no weights of its own."""
         return FrozenBase(self)
 
     @torch.no_grad()
     def copy_weights(self, other: MegatronEngine) -> None:
-        """Copy the weights of another engine with the same architecture and layout. Collective: every rank calls it."""
+        """Copy the weights of another engine with the same architecture and layout."""
         self._activate()
         other.onload()  # both are on the device during the copy
         other._gather_weights()
@@ -416,20 +357,22 @@ class MegatronEngine(MicrobatchEngine):
         else:
             self.write_weights(path)
 
+    def _check_optimizer(self, method: str) -> None:
+        if self.optimizer is None:
+            raise RuntimeError(
+                f"{method}: with_optimizer = True, but an engine with trainable=False has no optimizer; leave it out."
+            )
+
     def save_async(
         self, path: str | Path, *, beside: Iterable[MegatronEngine] = (), in_background: bool = True
     ) -> None:
-        """Start writing a resumable checkpoint of the current state in the background. Collective: every rank calls it.
+        """Start writing a resumable checkpoint, which `finish_saves` publishes when the writers are done.
 
-        The first `finish_saves` after the writers are done publishes the checkpoint under its name.
         beside: other engines in these processes that train during the save. Their tensors are excluded from the forks.
         in_background: False if the caller waits for the writers, which then run at normal priority.
         """
         self._activate()
-        if self.optimizer is None:
-            raise RuntimeError(
-                "save: with_optimizer = True, but an engine with trainable=False has no optimizer; leave it out."
-            )
+        self._check_optimizer("save")
         self.checkpoints = self.checkpoints or checkpoint.CheckpointWriter(self.groups)
         self._gather_weights()
         state, _ = checkpoint.training_state(self)
@@ -445,11 +388,7 @@ class MegatronEngine(MicrobatchEngine):
             )
 
     def finish_saves(self, *, wait: bool = True) -> bool:
-        """Publish a finished checkpoint. Returns True if no save is pending any more. Collective: every rank calls it.
-
-        Raises CheckpointError if a writer failed; an earlier checkpoint of the same name stays intact.
-        wait: wait until the writers are done.
-        """
+        """Publish a finished checkpoint, as `CheckpointWriter.finish` does."""
         if self.checkpoints is None:
             return True
         self.groups.activate()
@@ -461,29 +400,23 @@ class MegatronEngine(MicrobatchEngine):
             self.checkpoints.drop()
 
     def load(self, path: str | Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
-        """Load a HF folder or a checkpoint. Collective: every rank calls it.
+        """Load a HF folder, a checkpoint or, into adapters, a PEFT folder. with_optimizer: resume the training state.
 
-        An engine with adapters can also load a PEFT folder. Checkpoints of such an engine contain only the adapters.
-        with_optimizer: resume the checkpoint's training state, not only its weights.
-        is_checked: True if the caller has already compared the checkpoint's checksums, to skip the comparison here.
+        is_checked: True if the caller has already compared the checkpoint's checksums.
         """
         self._activate()
-        if with_optimizer and self.optimizer is None:
-            raise RuntimeError(
-                "load: with_optimizer = True, but an engine with trainable=False has no optimizer; leave it out."
-            )
+        if with_optimizer:
+            self._check_optimizer("load")
         if with_optimizer or checkpoint.is_checkpoint(path):
             checkpoint.load(path, self, with_optimizer=with_optimizer, is_checked=is_checked)
             return
-        if self.adapters is not None and is_peft_folder(path):
-            self._load_adapters(PeftFolder(path, self.arch, self.config.lora))
+        if self.adapters is not None and adapter_rules.is_peft_folder(path):
+            self._load_adapters(adapter_rules.PeftFolder(path, self.arch, self.config.lora))
         else:
             load_shards(self.chunks, weight_source(path, self.arch), self.arch, self.groups)
             self.say_what_is_not_loaded(path)
-            if isinstance(self.draft, MTPHead):
-                self.draft.load_layer(mtp_source(path, self.arch))
-            elif self.draft is not None and has_draft(path):
-                self.draft.load_weights(read_draft(path, self.arch))
+            if self.draft is not None:
+                self.draft.load_folder(path, self.arch)
             if self.adapters is not None:
                 self.adapters.note_base(self.groups)
         if self.optimizer is not None:
@@ -491,19 +424,11 @@ class MegatronEngine(MicrobatchEngine):
 
 
 class FrozenBase:
-    """A policy's model without its adapters: a reference model that shares the policy's weights.
-
-    For example:
-
-        policy = MegatronEngine(config.actor)
-        ref_logprobs = policy.base.forward(batch)
-    """
+    """A policy's model without its adapters, as a reference model: `ref_logprobs = policy.base.forward(batch)`."""
 
     def __init__(self, engine: MegatronEngine) -> None:
         self.engine = engine
 
     def forward(self, data: Any, **options: Any) -> Tensor:
-        """Call `MegatronEngine.forward` with all adapters off. Collective: every rank calls it."""
-        assert self.engine.adapters is not None
         with self.engine.adapters.off():
             return self.engine.forward(data, **options)

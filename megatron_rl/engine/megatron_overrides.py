@@ -1,8 +1,7 @@
 """Rules of the `megatron:` section, which sets TransformerConfig fields that no other option determines.
 
 Some fields would contradict the layout, the model, or this package's attention and head. Megatron would ignore them, or
-results would silently change. They are rejected here, before any process group exists, with an error that says what to
-do instead.
+results would silently change. They are rejected here, before any process group exists.
 """
 
 from __future__ import annotations
@@ -40,46 +39,37 @@ MAY_BE_SET = {
 }
 """Fields set by `transformer_config` that may be overridden, because they affect only speed and memory."""
 
-_PER_TOKEN = "the gradient is divided once, by the global sum of loss_weight_fn"
-_ATTENTION = "the packed attention does not read it"
-_HEAD = "the engine's own head computes the loss"
-_DROPOUT = "the trainer's log-probabilities would differ from the rollouts' at random"
-_AUX = "adds a gradient beside loss_fn's, which is not divided by loss_weight_fn; put such a term into the loss"
-_DROPPING = "which tokens an expert drops would depend on the microbatch split"
-_ROUTING = "routing would differ from the rollouts' at random"
-_PRECISION = "only float32 and bfloat16 have a loss scale and weights that agree with the rollouts'"
-_GRAPHS = "microbatches differ in their number of rows, and a graph replays one"
-_ENGINE = "the engine sets it"
-REASONS = {
-    "calculate_per_token_loss": _PER_TOKEN,
-    "hidden_dropout": _DROPOUT,
-    "attention_dropout": _DROPOUT,
-    "variable_seq_lengths": "pipeline stages exchange packed rows, of which every microbatch has another number",
-    "overlap_p2p_comm": "with virtual_pipeline, batched sends between two stages are mixed up silently",
-    "batch_p2p_comm": "with virtual_pipeline, batched sends between two stages are mixed up silently",
-    "gradient_accumulation_fusion": "it is on where apex's kernel for it is installed and off elsewhere",
-    "layernorm_zero_centered_gamma": "the norm's weight is Hugging Face's, centered at 1",
-    "microbatch_group_size_per_vp_stage": "the engine packs whole rounds of the pipeline's length",
-    "fp32_residual_connection": "pipeline stages would exchange another dtype than they expect",
-    "moe_enable_routing_replay": "algo.routing_replay replays what the servers tell, with each microbatch",
-    "moe_use_legacy_grouped_gemm": "its experts' weights lie in another way; moe_grouped_gemm is Transformer Engine's",
-    "moe_router_enable_expert_bias": "it changes routing by a weight that the model's Hugging Face folder lacks",
-} | {
-    field: reason
-    for reason, fields in {
-        _ATTENTION: "window_size window_attn_skip_freq softmax_scale softmax_type apply_query_key_layer_scaling "
-        "qk_clip log_max_attention_logit cp_comm_type hierarchical_context_parallel_sizes hybrid_context_parallel "
-        "apply_rope_fusion masked_softmax_fusion rotary_interleaved no_rope_freq flash_decode",
-        _HEAD: "cross_entropy_loss_fusion cross_entropy_fusion_impl defer_embedding_wgrad_compute mtp_num_layers",
-        _AUX: "moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type",
-        _DROPPING: "moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_dropping",
-        _ROUTING: "moe_input_jitter_eps moe_router_force_load_balancing",
-        _PRECISION: "fp8 fp4 fp8_param fp4_param enable_autocast autocast_dtype",
-        _GRAPHS: "enable_cuda_graph external_cuda_graph cuda_graph_impl",
-        _ENGINE: "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func param_sync_func",
-    }.items()
-    for field in fields.split()
+FIELDS_BY_REASON = {
+    "the gradient is divided once, by the global sum of loss_weight_fn": "calculate_per_token_loss",
+    "the trainer's log-probabilities would differ from the rollouts' at random": "hidden_dropout attention_dropout",
+    "pipeline stages exchange packed rows, of which every microbatch has another number": "variable_seq_lengths",
+    "with virtual_pipeline, batched sends between two stages are mixed up silently": "overlap_p2p_comm batch_p2p_comm",
+    "it is on where apex's kernel for it is installed and off elsewhere": "gradient_accumulation_fusion",
+    "the norm's weight is Hugging Face's, centered at 1": "layernorm_zero_centered_gamma",
+    "the engine packs whole rounds of the pipeline's length": "microbatch_group_size_per_vp_stage",
+    "pipeline stages would exchange another dtype than they expect": "fp32_residual_connection",
+    "algo.routing_replay replays what the servers tell, with each microbatch": "moe_enable_routing_replay",
+    "its experts' weights lie in another way; moe_grouped_gemm is Transformer Engine's": "moe_use_legacy_grouped_gemm",
+    "it changes routing by a weight that the model's Hugging Face folder lacks": "moe_router_enable_expert_bias",
+    "the packed attention does not read it": "window_size window_attn_skip_freq softmax_scale softmax_type qk_clip "
+    "apply_query_key_layer_scaling log_max_attention_logit cp_comm_type hierarchical_context_parallel_sizes "
+    "hybrid_context_parallel apply_rope_fusion masked_softmax_fusion rotary_interleaved no_rope_freq flash_decode",
+    "the engine's own head computes the loss": "cross_entropy_loss_fusion cross_entropy_fusion_impl "
+    "defer_embedding_wgrad_compute mtp_num_layers",
+    "adds a gradient beside loss_fn's, which is not divided by loss_weight_fn; put such a term into the loss": (
+        "moe_aux_loss_coeff moe_z_loss_coeff moe_router_load_balancing_type"
+    ),
+    "which tokens an expert drops would depend on the microbatch split": "moe_expert_capacity_factor "
+    "moe_pad_expert_input_to_capacity moe_token_dropping",
+    "routing would differ from the rollouts' at random": "moe_input_jitter_eps moe_router_force_load_balancing",
+    "only float32 and bfloat16 have a loss scale and weights that agree with the rollouts'": "fp8 fp4 fp8_param "
+    "fp4_param enable_autocast autocast_dtype",
+    "microbatches differ in their number of rows, and a graph replays one": "enable_cuda_graph external_cuda_graph "
+    "cuda_graph_impl",
+    "the engine sets it": "timers finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func "
+    "param_sync_func",
 }
+REASONS = {field: reason for reason, fields in FIELDS_BY_REASON.items() for field in fields.split()}
 """Reasons why a field must not be set. Fields that the model or layout determines are rejected without an entry."""
 
 
@@ -92,10 +82,9 @@ FLEX_BACKENDS = {
 
 
 def missing_for_flex(megatron: dict[str, Any]) -> str:
-    """Return the package that the flex dispatcher needs and Megatron-Core cannot load. '' if it can.
+    """Return the package that the flex dispatcher needs and Megatron-Core cannot load, or ''.
 
     A package with the right name is not enough: SGLang's deep_ep lacks classes that Megatron-Core imports.
-    megatron: the config's section.
     """
     from megatron.core.transformer.moe import fused_a2a  # imports the packages, which may need CUDA
 
@@ -104,11 +93,7 @@ def missing_for_flex(megatron: dict[str, Any]) -> str:
 
 
 def check_flex_dispatcher(megatron: dict[str, Any], parallel: ParallelConfig, *, is_elsewhere: bool = False) -> None:
-    """Raise ValueError unless `megatron.moe_token_dispatcher_type=flex` can work.
-
-    That dispatcher needs experts on several ranks and the package by which it sends.
-    is_elsewhere: other machines train, which have the package.
-    """
+    """Raise ValueError unless `megatron.moe_token_dispatcher_type=flex` can work. is_elsewhere: others train."""
     if parallel.expert * parallel.expert_tensor == 1:
         fault = "every rank has all experts, and upstream wants more ranks; raise parallel.expert"
     elif not is_elsewhere and (package := missing_for_flex(megatron)):
@@ -123,10 +108,7 @@ def check_passed_through(
 ) -> None:
     """Raise ValueError for the first `megatron:` field that Megatron lacks or that contradicts this package.
 
-    A field is accepted if it is given the value that it would have anyway.
-    given: the `megatron:` section.
-    ours: fields that the engine sets.
-    upstream: the model's config class.
+    A field may be given the value that it would have anyway. ours: fields that the engine sets.
     """
     fields = {field.name: field for field in dataclasses.fields(upstream)}
     for key, value in given.items():

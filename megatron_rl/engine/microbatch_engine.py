@@ -14,10 +14,10 @@ from torch import Tensor
 from megatron_rl import support
 from megatron_rl.api import LogprobLoss, ValueLoss
 from megatron_rl.batch import packing
-from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.engine import schedule
+from megatron_rl.engine.adapters import Adapters
 from megatron_rl.engine.draft_head import DraftHead
-from megatron_rl.engine.model_engine import ModelEngine, step_stats, trained_tokens
+from megatron_rl.engine.model_engine import ModelEngine, loss_weight, step_stats, trained_tokens
 from megatron_rl.engine.offload import SharedDevice
 from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.output_head import Head
@@ -28,20 +28,15 @@ from megatron_rl.types import MicroBatch, StepStats, TrajectoryBatch
 
 
 class MicrobatchEngine(ModelEngine):
-    """The passes of MegatronEngine over batches: log-probs, values, distributions, losses and their gradients.
+    """The passes of MegatronEngine over batches: log-probs, values, distributions, losses and their gradients."""
 
-    MegatronEngine builds the parts, and takes optimizer steps with the gradients.
-    """
-
-    chunks: list[Any]
-    """This rank's parts of the model, one for each virtual pipeline stage."""
-    wrapped: list[Any]
-    """The chunks with what Megatron puts around them."""
+    chunks: list[Any]  # this rank's parts of the model, one for each virtual pipeline stage
+    wrapped: list[Any]  # the chunks with what Megatron puts around them
     tf_config: Any
     device: torch.device
     routing: RoutingReplay | None
-    draft: DraftHead | None
-    """The head with which servers decode ahead, if config.draft asks for one."""
+    adapters: Adapters | None
+    draft: DraftHead | None  # the head with which servers decode ahead, if config.draft asks for one
     _far_embedding: Tensor | None
     """On the last of several pipeline stages, the embedding with which a draft head learns in this update."""
     shared_device: SharedDevice | None
@@ -60,10 +55,9 @@ class MicrobatchEngine(ModelEngine):
     def forward(self, data, post_hook=None, *, temperature: float = 1.0, entropy: bool = False) -> Tensor:
         self._activate()
         self.check_head("post_hook", self.arch.head if post_hook is None else "policy")
-        batch = TrajectoryBatch.of(data)
-        microbatches, head = self._pack(batch, final_rows=post_hook is not None), self._head
+        batch, head = TrajectoryBatch.of(data), self._head
 
-        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
+        def results(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows) -> Tensor:
             of_head = ("labels", support.COLUMN, support.ADJUSTMENT)
             read = of_head if post_hook is None else tuple(microbatch.rows.keys())
             rows = one_copy({key: microbatch.rows[key] for key in read if key in microbatch.rows.keys()}, self.device)
@@ -73,35 +67,42 @@ class MicrobatchEngine(ModelEngine):
                 values = head.logprobs(hidden, rows, packed, temperature, entropy)[int(entropy)]
             else:
                 values = post_hook(head.logits(hidden, packed), TensorDict(rows))
-            # The schedule requires a loss and a weight per microbatch; only the values are used.
-            return values.sum() * 0.0, torch.ones((), dtype=torch.int), values.detach().float()
+            return values.detach().float()
 
-        with torch.no_grad():
-            rows = self._run(microbatches, last_stage, forward_only=True)
+        microbatches, rows = self._run_forward(batch, results, final_rows=post_hook is not None)
         return self._by_token(batch, microbatches, rows)
+
+    @torch.no_grad()
+    def _run_forward(
+        self, batch: TrajectoryBatch, results: Callable[..., Any], *, final_rows: bool = False
+    ) -> tuple[list[MicroBatch], list[Any]]:
+        """Return the microbatches and, on the last stage, `results(hidden, microbatch, packed)` of each; else []."""
+
+        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows) -> tuple[Tensor, Tensor, Any]:
+            # The schedule requires a loss and a weight too.
+            return hidden.sum() * 0.0, torch.zeros((), dtype=torch.int), results(hidden, microbatch, packed)
+
+        microbatches = self._pack(batch, final_rows=final_rows)
+        return microbatches, self._run(microbatches, last_stage, forward_only=True)
 
     @torch.no_grad()
     def distributions(self, data, *, top: int = 0, temperature: float = 1.0) -> TeacherStates | TopTokens:
         """Return this model's distribution at each trained token, for training another engine with the same layout.
 
-        The result is on the host, with one row per trained token, in token order. With `top` > 0: the `top` most likely
-        tokens at `temperature`. With `top` = 0: hidden states and a snapshot of the output layer, which define the
-        whole distribution. Only the last pipeline stage gets the result; other stages get empty tensors.
+        The result is on the host of the last pipeline stage, one row per trained token, in token order: the `top` most
+        likely tokens at `temperature` or, with `top` = 0, hidden states and a snapshot of the output layer, which
+        define the whole distribution. Other stages get empty tensors.
         """
         self._activate()
-        batch = TrajectoryBatch.of(data)
-        microbatches, head, none = self._pack(batch, final_rows=False), self._head, torch.zeros((), dtype=torch.int)
+        batch, head = TrajectoryBatch.of(data), self._head
 
-        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
+        def results(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows) -> list[Tensor]:
             trained = one_copy((microbatch.rows["labels"] >= 0).nonzero()[:, 0], self.device)
             states = head.states(hidden, packed, trained)
-            found = (states,)
-            if top > 0:
-                most = head.top(states, top, temperature)
-                found = (most.tokens, most.logprobs)
-            return hidden.sum() * 0.0, none, tuple(part.cpu() for part in found)
+            most = head.top(states, top, temperature) if top > 0 else None
+            return [part.cpu() for part in ((states,) if most is None else (most.tokens, most.logprobs))]
 
-        kept = self._run(microbatches, last_stage, forward_only=True)
+        microbatches, kept = self._run_forward(batch, results)
         mask = batch["loss_mask"].bool()
         number, count = mask.cumsum(0) - 1, int(mask.sum())
         if not kept:  # not the last stage, or no microbatch
@@ -114,27 +115,24 @@ class MicrobatchEngine(ModelEngine):
         if top > 0:
             return TopTokens(*columns)
         weight = self._output_weight().detach()
-        # Clone the output layer if this model may be trained or offloaded afterwards.
-        is_passing = self.trainable or self.shared_device is not None
+        is_passing = self.trainable or self.shared_device is not None  # the weight may be trained or offloaded later
         return TeacherStates(columns[0], weight.clone() if is_passing else weight)
 
     @torch.no_grad()
     def kept_tokens(self, data, cut: Cut, *, temperature: float) -> KeptTokens:
-        """Return the tokens that sampling options leave of this model's own logits, for each token of the data.
+        """Return, on the host, the tokens that sampling options leave of this model's logits, for each token.
 
-        The result is on the host, with one row per token; rows of untrained tokens have no ids, and log_mass 0.
-        Collective: every rank calls it.
+        Rows of untrained tokens have no ids, and log_mass 0.
         """
         self._activate()
-        batch = TrajectoryBatch.of(data)
-        microbatches, head, none = self._pack(batch, final_rows=False), self._head, torch.zeros((), dtype=torch.int)
+        batch, head = TrajectoryBatch.of(data), self._head
 
-        def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
+        def results(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows) -> Tensor:
             found = head.kept(hidden, one_copy(microbatch.rows["labels"], self.device), packed, cut, temperature)
             columns = found.log_mass.float().view(torch.int32), found.is_outside.int()
-            return hidden.sum() * 0.0, none, torch.cat([found.ids, torch.stack(columns, 1)], 1).cpu()
+            return torch.cat([found.ids, torch.stack(columns, 1)], 1).cpu()
 
-        kept = self._run(microbatches, last_stage, forward_only=True)
+        microbatches, kept = self._run_forward(batch, results)
         tables = torch.full((len(batch["input_ids"]), cut.width + 2), support.NO_TOKEN, dtype=torch.int32)
         tables[:, cut.width :] = 0
         for number, microbatch in enumerate(microbatches):
@@ -152,10 +150,7 @@ class MicrobatchEngine(ModelEngine):
     def _accumulate(
         self, data, loss_fn, loss_weight_fn, *, forward_only: bool
     ) -> tuple[dict[str, float], Tensor | None]:
-        """Run all microbatches. Return the global sums of loss, weight and statistics, and this rank's log-probs.
-
-        The log-probs are `[N]`, one per token of this rank's data, or None if the loss is not a LogprobLoss.
-        """
+        """Return the global sums of loss, weight and statistics, and `[N]` log-probs (None without a LogprobLoss)."""
         batch = TrajectoryBatch.of(data)
         self.check_loss(loss_fn, batch)
         if self.draft is not None and not forward_only:
@@ -172,22 +167,12 @@ class MicrobatchEngine(ModelEngine):
         return totals, self._by_token(batch, microbatches, [logprobs for _, _, logprobs in kept])
 
     def _last_stage(self, loss_fn, loss_weight_fn, *, learns: bool) -> schedule.LastStage:
-        """Return the function that computes a microbatch's loss, and keeps (sums, weight, log-probs or None).
-
-        learns: a draft head, if there is one, also learns from the microbatch.
-        """
+        """Return the function that computes a microbatch's loss, and keeps (sums, weight, log-probs or None)."""
         head = self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
-            # on the host: reading its value does not wait for the device
-            weight = torch.as_tensor(loss_weight_fn(microbatch.rows))
-            if weight.is_floating_point() and float(weight) != int(weight):
-                raise ValueError(
-                    f"loss_weight_fn returned {float(weight)}: weights are integer counts (trained tokens, "
-                    f"sequences), because the gradient is divided by their global sum; return the count and put "
-                    f"fractions into the loss."
-                )
-            weight, logprobs = weight.to("cpu", torch.int), None
+            # These rows are on the host, so reading the weight does not wait for the device.
+            weight, logprobs = loss_weight(loss_weight_fn(microbatch.rows)), None
             rows = TensorDict(one_copy(dict(microbatch.rows.items()), self.device))
             if isinstance(loss_fn, ValueLoss):
                 loss_sum, sums = loss_fn.fn(head.values(hidden, rows["labels"], packed), rows)
@@ -198,12 +183,11 @@ class MicrobatchEngine(ModelEngine):
                 loss_sum, sums = head.logits(hidden, packed).sum() * 0.0, {}
             else:
                 loss_sum, sums = loss_fn(head.logits(hidden, packed), rows) * weight, {}
-            if self.draft is not None and learns:
+            if learns and self.draft is not None:
                 self.draft.learn(hidden, microbatch, packed, head, self._embedding())
             loss_sum = loss_sum.as_subclass(Tensor)  # drop the VocabParallelLogits type: Megatron needs plain tensors
             kept = {"loss": loss_sum.detach().float().clone()} | {k: v.detach().float() for k, v in sums.items()}
-            # Context ranks compute one loss together. Megatron sums their gradients, so only one of them counts the
-            # weight.
+            # Context ranks compute one loss together. Megatron sums their gradients, so one of them counts the weight.
             counted = weight if self.groups.context.rank == 0 else torch.zeros_like(weight)
             return loss_sum, counted, (kept, int(weight), logprobs)
 
@@ -234,26 +218,17 @@ class MicrobatchEngine(ModelEngine):
         return kept
 
     def _pack(self, batch: TrajectoryBatch, *, final_rows: bool) -> list[MicroBatch]:
-        self.check_tokens(batch)
         if self.routing is not None:
             self.routing.check(batch)
-        # The interleaved schedule needs a multiple of the pipeline size.
-        rounds = self.groups.pipeline.size if len(self.chunks) > 1 else 1
-        return pack_alike(
+        return self.in_microbatches(
             batch,
-            self.groups,
-            tokens_per_microbatch=self.config.tokens_per_microbatch,
-            allow_longer=self.config.allow_longer_sequences,
-            multiple_of=rounds,
+            multiple_of=self.groups.pipeline.size if len(self.chunks) > 1 else 1,  # as the interleaved schedule needs
             share_prompts=self.config.share_prompts,
             final_rows=final_rows,
         )
 
     def _by_token(self, batch: TrajectoryBatch, microbatches: list[MicroBatch], rows: list[Tensor]) -> Tensor:
-        """Return the last stage's results `[N]` float32, one per token of the batch, on all stages.
-
-        rows: the `[T]` results of each microbatch on the last stage, [] on other stages.
-        """
+        """Return results `[N]` float32 of the batch's tokens on all stages. rows: of `_run`, `[T]` per microbatch."""
         counts = [microbatch.tokens for microbatch in microbatches]
         results = torch.cat(rows) if rows else torch.empty(sum(counts), dtype=torch.float32, device=self.device)
         if self.groups.pipeline.size > 1:
@@ -275,17 +250,8 @@ class MicrobatchEngine(ModelEngine):
             dist.broadcast_object_list(totals, src=self.groups.world_size - 1, group=self.groups.control)
         return totals[0]
 
-    @property
-    def _gathers_late(self) -> bool:
-        """True if, after an update, the ranks exchange their updated weights only in the next forward pass."""
-        return self.optimizer is not None and self.config.optimizer.overlap
-
     def _output_weight(self) -> Tensor:
-        weight = self.chunks[-1].output_weight()
-        # Megatron waits before each module's forward, but this weight is used without one.
-        if self._gathers_late and weight.requires_grad:
-            self.wrapped[-1].param_to_bucket_group[weight].finish_param_sync()
-        return weight
+        return self._arrived(self.chunks[-1].output_weight(), self.wrapped[-1])
 
     def _embedding(self) -> Tensor:
         """Return this tensor rank's part of the embedding, on the last pipeline stage."""
@@ -294,14 +260,17 @@ class MicrobatchEngine(ModelEngine):
         return self._first_embedding() if self._far_embedding is None else self._far_embedding
 
     def _first_embedding(self) -> Tensor:
-        weight = self.chunks[0].embedding.word_embeddings.weight
-        if self._gathers_late and weight.requires_grad:  # as in `_output_weight`
-            self.wrapped[0].param_to_bucket_group[weight].finish_param_sync()
+        return self._arrived(self.chunks[0].embedding.word_embeddings.weight, self.wrapped[0])
+
+    def _arrived(self, weight: Tensor, wrapped: Any) -> Tensor:
+        """Return a weight of a chunk after waiting for its update, as Megatron does before each module's forward."""
+        if self.optimizer is not None and self.config.optimizer.overlap and weight.requires_grad:
+            wrapped.param_to_bucket_group[weight].finish_param_sync()
         return weight
 
     @torch.no_grad()
     def _bring_embedding(self) -> None:
-        """Copy the embedding to the last pipeline stage, unless that has it anyway. Collective: every rank calls it."""
+        """Copy the embedding to the last pipeline stage, unless that has it anyway."""
         pipeline = self.groups.pipeline
         if pipeline.size == 1 or self.arch.tied:
             return

@@ -9,31 +9,19 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core import tensor_parallel
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import (
-    copy_to_tensor_model_parallel_region,
-    gather_from_sequence_parallel_region,
-    set_tensor_model_parallel_attributes,
-)
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 from megatron.core.utils import is_te_min_version
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_rl import platform
 from megatron_rl.config import PIPELINE_CUTS, EngineConfig
 from megatron_rl.engine import optimizer
 from megatron_rl.engine.attention import PackedAttention
 from megatron_rl.engine.delta_net import GatedDeltaNet
-from megatron_rl.engine.fixed_order_layers import check_exact, compute_in_fixed_order
-from megatron_rl.engine.layers import (
-    block_spec,
-    config_class,
-    family_options,
-    place_attention,
-    scale_embedding,
-)
+from megatron_rl.engine.layers import ValueHead, block_spec, family_options, place_attention, scale_embedding
 from megatron_rl.engine.megatron_overrides import check_flex_dispatcher, check_passed_through
-from megatron_rl.engine.value_head import ValueHead
 from megatron_rl.ops import VocabShard, fixed_order
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.weights.adapter_rules import check_adapters
@@ -52,12 +40,11 @@ class PolicyModel(GPTModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
             return hidden_states
-        # Both return all rows to each tensor rank. The backward pass sums the gradients of the ranks' vocabulary
-        # shards.
+        # Both return all rows to each tensor rank. The backward pass sums the gradients of the vocabulary shards.
         group = self.pg_collection.tp
         if self.config.sequence_parallel:
-            return gather_from_sequence_parallel_region(hidden_states, group=group)
-        return copy_to_tensor_model_parallel_region(hidden_states, group=group)
+            return tensor_parallel.gather_from_sequence_parallel_region(hidden_states, group=group)
+        return tensor_parallel.copy_to_tensor_model_parallel_region(hidden_states, group=group)
 
     def output_weight(self) -> Tensor:
         """Return the `[V_local, H]` weight of the output layer, padded columns included."""
@@ -67,10 +54,7 @@ class PolicyModel(GPTModel):
 
 
 class ValueModel(PolicyModel):
-    """PolicyModel with a value head. Every tensor rank gets all hidden states and computes the same values and loss.
-
-    All ranks therefore have the same gradient, and the backward pass splits it by rows instead of summing over ranks.
-    """
+    """PolicyModel with a value head. Tensor ranks have the same states, loss and gradient, which is not summed."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -80,7 +64,7 @@ class ValueModel(PolicyModel):
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not (self.post_process and self.config.sequence_parallel):
             return hidden_states
-        return gather_from_sequence_parallel_region(
+        return tensor_parallel.gather_from_sequence_parallel_region(
             hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
         )
 
@@ -98,10 +82,7 @@ def vocab_shard(arch: Architecture, groups: ParallelGroups) -> VocabShard:
 
 
 def compiles_activation(arch: Architecture, dtype: torch.dtype) -> bool:
-    """Return True if megatron.core's local layers are to use a compiled SwiGLU.
-
-    A compiled SwiGLU runs one kernel per pass, and keeps only its input for the backward pass.
-    """
+    """Return True if local layers use a compiled SwiGLU: one kernel per pass, which keeps only its input."""
     return platform.has_cuda() and dtype is torch.bfloat16 and arch.activation == "silu"
 
 
@@ -110,10 +91,8 @@ def transformer_config(
 ) -> TransformerConfig:
     """Translate the architecture and the layout into Megatron's config. Needs no process group.
 
-    Raises ValueError if the settings contradict each other.
-    passed_through: additional fields that neither the architecture nor the layout determines.
-    is_elsewhere: the run is planned for other machines, which have the packages that the settings need. The result then
-    describes megatron.core's local layers.
+    Raises ValueError if the settings contradict each other. passed_through: the `megatron:` section. is_elsewhere: the
+    run is planned for machines with all packages that the settings need; the result describes local layers.
     """
     dtype, parallel, chunks = DTYPES[config.model.dtype], config.parallel, config.parallel.virtual_pipeline
     check_layout(arch, parallel, passed_through)
@@ -164,7 +143,7 @@ def transformer_config(
         context_parallel_size=parallel.context,
         pipeline_model_parallel_size=parallel.pipeline,
         virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None,
-        # Two chunks on two stages send twice between the same two ranks. If batched, Megatron silently mixes them up.
+        # Two chunks on two stages send twice between the same ranks. If batched, Megatron silently mixes them up.
         overlap_p2p_comm=chunks > 1,
         batch_p2p_comm=chunks == 1,
         batch_p2p_sync=False,  # would wait for the device after each send, against a bug that torch 1.13 fixed
@@ -184,7 +163,7 @@ def transformer_config(
         gradient_accumulation_fusion=platform.has_gradient_accumulation_kernel(),
     )
     options |= family_options(arch, parallel)
-    cls = config_class(arch)
+    cls = TransformerConfig if arch.latent is None else MLATransformerConfig
     check_passed_through(passed_through, options, cls)
     if route_form(arch, config.routing_replay) and passed_through.get("moe_router_fusion"):
         raise ValueError(
@@ -209,75 +188,91 @@ def transformer_config(
 
 
 def build_chunks(
-    arch: Architecture,
-    tf_config: TransformerConfig,
-    groups: ParallelGroups,
-    flash_attention: str = "torch",
-    delta_kernel: str = "torch",
-    *,
-    replays_routing: bool = False,
-    is_exact: bool = False,
+    arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, config: EngineConfig
 ) -> list[PolicyModel]:
     """Return this rank's model chunks with uninitialized weights. A rank of an interleaved pipeline has several."""
     count = tf_config.virtual_pipeline_model_parallel_size or 1
     stages = range(count) if count > 1 else [None]  # Megatron uses None for a plain pipeline
-    options = {"count": count, "replays_routing": replays_routing}
-    chunks = [_build(arch, tf_config, groups, vp_stage=stage, **options) for stage in stages]
-    for module in (module for chunk in chunks for module in chunk.modules()):
-        if isinstance(module, PackedAttention):
-            module.uses_transformer_engine = flash_attention == "TE"
-        if isinstance(module, GatedDeltaNet):
-            module.uses_kernels = delta_kernel == "fla"
-    if is_exact:
-        for chunk in chunks:
+    chunks = [_build(arch, tf_config, groups, stage, is_last=stage in (None, count - 1)) for stage in stages]
+    for chunk in chunks:
+        for module in chunk.modules():
+            if isinstance(module, PackedAttention):
+                module.uses_transformer_engine = config.model.flash_attention == "TE"
+            if isinstance(module, GatedDeltaNet):
+                module.uses_kernels = config.model.delta_kernel == "fla"
+        if config.exact:
             compute_in_fixed_order(chunk)
     return chunks
 
 
 def _build(
-    arch: Architecture,
-    tf_config: TransformerConfig,
-    groups: ParallelGroups,
-    *,
-    vp_stage: int | None,
-    count: int,
-    replays_routing: bool,
+    arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, vp_stage: int | None, *, is_last: bool
 ) -> PolicyModel:
-    use_transformer_engine = tf_config.transformer_impl == "transformer_engine"
     model = (ValueModel if arch.head == "value" else PolicyModel)(
         config=tf_config,
-        transformer_layer_spec=block_spec(
-            arch,
-            tf_config,
-            vp_stage=vp_stage,
-            use_transformer_engine=use_transformer_engine,
-            replays_routing=replays_routing,
-        ),
+        transformer_layer_spec=block_spec(arch, tf_config, vp_stage=vp_stage),
         vocab_size=padded_vocab(arch, groups),
         max_sequence_length=arch.max_positions,
-        # Chunks are assigned to the stages in turn. The first has the embedding, the last chunk of the last stage the
-        # head.
+        # Chunks are assigned to the stages in turn: the first stage's first one has the embedding.
         pre_process=groups.is_first_stage and vp_stage in (None, 0),
-        post_process=groups.is_last_stage and vp_stage in (None, count - 1),
+        post_process=groups.is_last_stage and is_last,
         vp_stage=vp_stage,
         position_embedding_type="none",  # PackedAttention rotates
         share_embeddings_and_output_weights=arch.tied,
     )
-    place_attention(model.decoder.layers, arch, use_transformer_engine=use_transformer_engine)
+    place_attention(model.decoder, arch)
     if model.pre_process:
         scale_embedding(model.embedding, arch)
     for parameter, rule in rules_of(model, arch):
-        # Megatron marks split parameters only when it initializes them. It takes unmarked ones for replicas, and counts
-        # only tensor rank 0 in the gradient norm.
+        # Megatron marks split parameters only when it initializes them. In the gradient norm, it takes unmarked ones
+        # for replicas, and counts only tensor rank 0's.
         if not hasattr(parameter, "tensor_model_parallel"):
             dim = rule.layout.split_dim
-            set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
+            tensor_parallel.set_tensor_model_parallel_attributes(
+                parameter, dim is not None, -1 if dim is None else dim, 1
+            )
         if rule.expert is not None:
-            # Megatron does this only under expert parallelism. But if the expert-tensor axis differs from the tensor
-            # axis, an expert's replicas, over which its gradient is summed, differ from those of the rest of the layer.
+            # Megatron does this only under expert parallelism. But an expert's replicas, over which its gradient is
+            # summed, also differ from those of the rest of the layer if the expert-tensor axis is not the tensor axis.
             parameter.allreduce = False
             if rule.layout.split_dim is None:
-                # A bias. Otherwise Megatron sums its gradient over the tensor axis again, and counts only tensor rank
-                # 0's experts in the gradient norm.
+                # A bias: Megatron would sum its gradient over the tensor axis again, and count only rank 0's experts.
                 parameter.tensor_model_parallel, parameter.sequence_parallel = True, False
     return model
+
+
+def check_exact(arch: Architecture, config: EngineConfig, *, uses_transformer_engine: bool) -> None:
+    """Raise ValueError for a model or layout whose values could not be the servers' to the bit."""
+    parallel, lora = config.parallel, config.lora.rank
+    is_plain = arch.mixture is arch.latent is arch.delta_net is None and not any(arch.windows) and not arch.has_sinks
+    faults = {
+        f"model.dtype = {config.model.dtype!r}; set it to float32": config.model.dtype != "float32",
+        f"parallel.tensor = {parallel.tensor}, which adds up parts of sums; set it to 1": parallel.tensor > 1,
+        f"parallel.context = {parallel.context}; set it to 1": parallel.context > 1,
+        f"lora.rank = {lora}; set it to 0": lora > 0,
+        f"{arch.family}, whose layers the embedded server lacks; choose another model": not is_plain,
+        "Transformer Engine's layers; set model.transformer_impl=local": uses_transformer_engine,
+    }
+    if fault := next((text for text, holds in faults.items() if holds), ""):
+        raise ValueError(f"rollout.exact = true: does not work with {fault}, or leave rollout.exact out.")
+
+
+def compute_in_fixed_order(model: nn.Module) -> None:
+    """Make a model's layers compute each row in an order that does not depend on other rows (rollout.exact).
+
+    Values are those of ops/fixed_order.py and of the embedded server with --exact; gradients are Megatron's.
+    """
+    for module in model.modules():
+        if isinstance(module, tensor_parallel.ColumnParallelLinear | tensor_parallel.RowParallelLinear):
+            module.register_forward_hook(_fixed_order_product, prepend=True)
+        elif isinstance(module, PackedAttention):
+            module.in_fixed_order = True
+            if module.rope is not None:
+                module.rope.in_fixed_order = True
+
+
+def _fixed_order_product(
+    layer: nn.Module, inputs: tuple[Tensor, ...], result: tuple[Tensor, Any]
+) -> tuple[Tensor, Any]:
+    bias = None if layer.skip_bias_add else layer.bias
+    return fixed_order.with_value(result[0], fixed_order.linear(inputs[0], layer.weight, bias)), result[1]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -16,11 +16,12 @@ from torch import Tensor
 
 from megatron_rl import platform, support
 from megatron_rl.api import LogprobLoss, TrainEngine, ValueLoss, WeightReceiver
+from megatron_rl.batch.exchange import pack_alike
 from megatron_rl.config import EngineConfig, OptimizerConfig
 from megatron_rl.engine import soundness
 from megatron_rl.engine.manifest import CheckpointError
 from megatron_rl.parallel import ParallelGroups
-from megatron_rl.types import StepStats, TrajectoryBatch
+from megatron_rl.types import MicroBatch, StepStats, TrajectoryBatch
 from megatron_rl.weights.architecture import read_architecture
 from megatron_rl.weights.decoder import Architecture
 from megatron_rl.weights.delta import DeltaPublisher
@@ -40,10 +41,9 @@ class ModelEngine(TrainEngine):
     version = 0
     was_skipped = False
     """True if the last update was skipped. The learning-rate schedule does not count skipped updates."""
-    optimizer: Any
-    """The optimizer; None for a frozen model."""
-    dtype: torch.dtype
-    """Dtype of published and saved weights."""
+    optimizer: Any  # None for a frozen model
+    scheduler: Any  # Megatron's learning-rate schedule, which counts in updates
+    dtype: torch.dtype  # dtype of published and saved weights
 
     def __init__(self, config: EngineConfig, *, groups: ParallelGroups | None, trainable: bool, head: str) -> None:
         self.config, self.groups, self.trainable = config, groups, trainable
@@ -59,7 +59,6 @@ class ModelEngine(TrainEngine):
 
     def say_what_is_not_loaded(self, folder: str | Path) -> None:
         """Log, on the main rank, the tensors of a HF folder for which this model has no parameters."""
-        assert self.groups is not None
         if self.groups.is_main and (text := without_rule_text(folder)):
             logger.warning("%s", text)
 
@@ -73,21 +72,27 @@ class ModelEngine(TrainEngine):
         options = self.config.optimizer
         return options if lr is None else replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
 
+    def in_microbatches(self, batch: TrajectoryBatch, **options: Any) -> list[MicroBatch]:
+        """Return the batch in microbatches, as many on every rank. options: see pack_alike."""
+        self.check_tokens(batch)
+        config = self.config
+        limits = {"tokens_per_microbatch": config.tokens_per_microbatch, "allow_longer": config.allow_longer_sequences}
+        return pack_alike(batch, self.groups, **limits, **options)
+
     def check_tokens(self, batch: TrajectoryBatch) -> None:
         """Raise ValueError for a token id outside the vocabulary, including ids of padded embedding rows."""
         ids = batch["input_ids"]
         if not len(ids):
             return
         for place in (int(ids.argmin()), int(ids.argmax())):
-            if 0 <= (found := int(ids[place])) < self.arch.vocab:
-                continue
-            raise ValueError(
-                f"input_ids: token {place} of the batch is {found}, and the vocabulary of "
-                f"{self.config.model.path!r} has {self.arch.vocab} ids; take the tokenizer that belongs to the model."
-            )
+            if not 0 <= ids[place] < self.arch.vocab:
+                raise ValueError(
+                    f"input_ids: token {place} of the batch is {int(ids[place])}, and the vocabulary of "
+                    f"{self.config.model.path!r} has {self.arch.vocab} ids; take the tokenizer that belongs to the "
+                    f"model."
+                )
 
     def check_trainable(self) -> None:
-        """Raise RuntimeError if this engine has no optimizer."""
         if self.optimizer is None:
             raise RuntimeError(
                 "train_batch on an engine with trainable=False: a reference model is frozen; use forward."
@@ -100,10 +105,7 @@ class ModelEngine(TrainEngine):
         tensors: Iterator[tuple[str, Tensor]],
         version: int,
     ) -> None:
-        """Send weights to the rollout servers through `receiver`. Collective: every rank calls it.
-
-        The first call creates the publisher.
-        """
+        """Send weights to the rollout servers through `receiver`. Collective: every rank calls it."""
         if self.publisher is None:  # created lazily: the servers are unknown before the first call
             self.publisher = make_publisher(receiver, self.config, self.arch, backend=platform.backend())
         if not self._said_what_servers_keep:
@@ -113,7 +115,6 @@ class ModelEngine(TrainEngine):
 
     def _say_what_servers_keep(self) -> None:
         """Log, on the main rank, the tensors of the model's folder that no publication sends."""
-        assert self.groups is not None
         model, how = self.config.model, self.config.publication
         if not self.groups.is_main or model.init != "hf" or how in ("disk", "adapters"):
             return
@@ -134,10 +135,7 @@ class ModelEngine(TrainEngine):
         return iter(self.hf_tensors())
 
     def write_weights(self, path: str | Path) -> None:
-        """Write `saved_tensors` to a HF folder. Collective: every rank calls it.
-
-        Raises CheckpointError on all ranks if writing fails.
-        """
+        """Write `saved_tensors` to a HF folder. Collective. Raises CheckpointError on all ranks if writing fails."""
         tensors = iter(self.saved_tensors())
 
         def write() -> None:
@@ -149,8 +147,12 @@ class ModelEngine(TrainEngine):
 
         if not self.groups.is_main:
             deque(tensors, maxlen=0)  # drain the stream: every tensor of it is a collective
+        self.write_on_main("weights", write)
+
+    def write_on_main(self, what: str, write: Callable[[], None]) -> None:
+        """Call `write` on the main rank. Raises CheckpointError on all ranks if it could not write its files."""
         if fault := self.groups.on_main(write):
-            raise CheckpointError(f"weights {fault}; see that the disk has space, and save again.")
+            raise CheckpointError(f"{what} {fault}; see that the disk has space, and save again.")
 
     def eval(self) -> Self:
         return self.train(False)
@@ -162,14 +164,18 @@ class ModelEngine(TrainEngine):
         self.version = version
 
     def score(self, data: TrajectoryBatch | TensorDict) -> Tensor:
-        """Return a reward model's score of each sequence, `[B]` float32: the value at the sequence's last token.
+        """Return a reward model's score of each sequence, `[B]` float32: the value at its last token, 0 if empty.
 
-        An empty sequence scores 0. Needs a value head. Collective: every rank calls it with its share of the data.
+        Collective: every rank calls it with its share of the data.
         """
         self.check_head("score", "value")
         # The value at a token is of the state before it. The state after the last token needs one more token.
         longer, last = TrajectoryBatch.of(data).with_one_more_token()
         return self.forward(longer)[last]
+
+    def step_lr_scheduler(self) -> None:
+        if not self.was_skipped:
+            self.scheduler.step(increment=1)
 
     def is_sound(self, loss: float, grad_norm: float) -> bool:
         """Return True if loss and gradient norm are finite on every rank. Collective: every rank calls it."""
@@ -178,9 +184,8 @@ class ModelEngine(TrainEngine):
     def note_update(
         self, applied: bool, data: Any, loss_fn: Any, *, loss: float, grad_norm: float, results: Tensor | None = None
     ) -> str:
-        """Count an applied update, or log why it was skipped. Returns that reason, or '' if the update was applied.
+        """Count an applied update, or log why it was skipped. Returns that reason, or ''. Collective.
 
-        Collective: every rank calls it.
         results: log-probs from which the loss was computed. If None, they are recomputed for a skipped update.
         """
         self.version += applied
@@ -220,6 +225,17 @@ def trained_tokens(rows: TensorDict) -> Tensor:
     return (rows["labels"] >= 0).sum()
 
 
+def loss_weight(found: Any) -> Tensor:
+    """Return what a loss_weight_fn returned as an int tensor on the host. Raises ValueError for a fraction."""
+    weight = torch.as_tensor(found)
+    if weight.is_floating_point() and float(weight) != int(weight):
+        raise ValueError(
+            f"loss_weight_fn returned {float(weight)}: weights are integer counts (trained tokens, sequences), because "
+            f"the gradient is divided by their global sum; return the count and put fractions into the loss."
+        )
+    return weight.to("cpu", torch.int)
+
+
 def step_stats(totals: dict[str, float], **rest: Any) -> StepStats:
     """Build a step's statistics from `totals`, the global sums by name. Removes "loss" and "weight" from `totals`."""
     loss, weight = totals.pop("loss"), totals.pop("weight")
@@ -234,10 +250,7 @@ def carried_by_model(config: EngineConfig) -> Iterable[tuple[str, Tensor]]:
 def make_publisher(
     receiver: WeightReceiver | None, config: EngineConfig, arch: Architecture, *, backend: str
 ) -> WeightPublisher:
-    """Return the publisher that `config.publication` selects.
-
-    backend: the trainer's torch.distributed backend.
-    """
+    """Return the publisher that `config.publication` selects. backend: the trainer's torch.distributed backend."""
     folder: dict[str, Any] = {"folder": Path(config.publication_folder), "model_folder": config.model.path}
     if config.publication == "disk":
         return DiskPublisher(receiver, carried=lambda: carried_by_model(config), **folder)

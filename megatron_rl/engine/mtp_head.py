@@ -1,17 +1,17 @@
 """A model's own multi-token-prediction layer as draft head, built from megatron.core's layers.
 
-It learns as the head in draft_head.py does. The layer is as the families define it: the next token's embedding and the
-policy's last hidden state, each behind a norm, are projected to the input of one layer of the model's kind. Its output
-goes through a norm to the policy's output layer. (DeepSeek-V3, arXiv 2412.19437, section 2.2.)
-
-The layer is divided over tensor, expert and expert-tensor ranks as the model's layers are. Only the last pipeline stage
-has it. A context rank computes whole sequences, so its attention needs no other context rank.
+It learns as the head in draft_head.py does. The next token's embedding and the policy's last hidden state, each after a
+norm, are projected to the input of one layer of the model's kind, whose output goes through a norm to the policy's
+output layer (DeepSeek-V3, arXiv 2412.19437, section 2.2). The layer is on the last pipeline stage, and divided over
+tensor, expert and expert-tensor ranks as the model's layers are. A context rank computes whole sequences.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,31 +27,19 @@ from torch import Tensor, nn
 
 from megatron_rl.config import DraftConfig, EngineConfig, LoraConfig
 from megatron_rl.engine.draft_head import DraftHead, gradient_of
-from megatron_rl.engine.layers import block_spec, norm_class, place_attention
+from megatron_rl.engine.layers import WholeLinear, block_spec, norm_class, place_attention
 from megatron_rl.engine.model import DTYPES, transformer_config
 from megatron_rl.engine.packed_rows import PackedRows, own_rows
 from megatron_rl.engine.sharded_module import ShardedModule
 from megatron_rl.parallel import Axis, ParallelGroups
 from megatron_rl.types import MicroBatch, prefix_sums
 from megatron_rl.weights.decoder import Architecture
+from megatron_rl.weights.mtp_layers import mtp_source
 from megatron_rl.weights.reshard import HFExport, load_shards, rules_of
 from megatron_rl.weights.tensor_rules import Rule, WeightSource
 
 STATE, MOMENTS = "draft", ("exp_avg", "exp_avg_sq")
 """Prefix of the layer's names in a checkpoint, and Adam's names of what it saves for each weight."""
-
-
-class InputProjection(nn.Module):
-    """The matrix in front of the layer. Every tensor rank has all of it and applies it to its own rows."""
-
-    def __init__(self, config: TransformerConfig) -> None:
-        super().__init__()
-        size = config.hidden_size
-        self.weight = nn.Parameter(torch.empty(size, 2 * size, dtype=config.params_dtype))
-        self.weight.sequence_parallel = config.sequence_parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight)
 
 
 class MTPLayer(ShardedModule):
@@ -61,13 +49,12 @@ class MTPLayer(ShardedModule):
         super().__init__()
         pg_collection = ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = pg_collection.tp
-        fused = config.transformer_impl == "transformer_engine"
-        spec, norm = block_spec(arch, config, use_transformer_engine=fused), norm_class(arch)
-        self.input_proj = InputProjection(config)
+        spec, norm = block_spec(arch, config), norm_class(arch)
+        self.input_proj = WholeLinear(config, 2 * arch.hidden, arch.hidden)
         self.token_norm = norm(config, arch.hidden, eps=arch.norm_eps)
         self.hidden_norm = norm(config, arch.hidden, eps=arch.norm_eps)
         self.decoder = TransformerBlock(config, spec, post_layer_norm=True, pg_collection=pg_collection)
-        place_attention(self.decoder.layers, arch, use_transformer_engine=fused)
+        place_attention(self.decoder, arch)
 
     def forward(self, hidden: Tensor, embedded: Tensor, packed: PackedRows) -> Tensor:
         x = self.input_proj(torch.cat([self.token_norm(embedded), self.hidden_norm(hidden)], -1))
@@ -76,10 +63,7 @@ class MTPLayer(ShardedModule):
 
 
 def layer_config(arch: Architecture, config: EngineConfig, passed_through: dict[str, Any]) -> TransformerConfig:
-    """Return Megatron's config of the layer. Needs no process group.
-
-    arch: the model's. passed_through: the `megatron:` section.
-    """
+    """Return Megatron's config of the layer. arch: the model's. passed_through: the `megatron:` section."""
     parallel = replace(config.parallel, pipeline=1, virtual_pipeline=1)
     own = replace(config, parallel=parallel, lora=LoraConfig(), draft=DraftConfig(), exact=False, routing_replay="off")
     if not arch.fits_transformer_engine:  # nor does the layer, whose norms and attention are the model's
@@ -90,15 +74,7 @@ def layer_config(arch: Architecture, config: EngineConfig, passed_through: dict[
 
 
 class MTPHead(DraftHead):
-    """The layer with its optimizer. `weights` are float32 copies of this rank's parameters; {} on earlier stages.
-
-    For example, next to what DraftHead offers:
-
-        head = MTPHead(arch, config, groups, mtp_source(folder, arch), tf_config, device=device)
-        dict(head.hf_tensors())  # on the main rank: the layer's tensors under the family's names
-
-    arch: the model's. tf_config: as `layer_config` returns it.
-    """
+    """The layer with its optimizer. `weights` are float32 copies of this rank's parameters; {} on earlier stages."""
 
     def __init__(
         self,
@@ -122,13 +98,10 @@ class MTPHead(DraftHead):
             weights = {name: parameter.detach() for name, parameter in self.layer.named_parameters()}
         super().__init__(layer, config.draft, groups, weights, device=device, dtype=DTYPES[config.model.dtype])
         self.updates = 0
-        self._export: HFExport | None = None
 
     @property
     def splits_rows(self) -> bool:  # type: ignore[override]
         return self.arch.mixture is not None and self.groups.expert.size * self.groups.expert_tensor.size > 1
-
-    # -- learning
 
     def states(self, hidden: Tensor, embedded: Tensor, positions: Tensor, lengths: list[int]) -> Tensor:
         assert self.layer is not None
@@ -154,14 +127,9 @@ class MTPHead(DraftHead):
         rows, sizes = torch.arange(len(positions)), torch.tensor(lengths)
         columns = torch.stack([prefix_sums(sizes)[:-1], sizes, torch.full_like(sizes, -1), torch.zeros_like(sizes)], 1)
         none = torch.zeros_like(rows)
-        microbatch = MicroBatch(
-            rows=TensorDict({"input_ids": none, "labels": none - 1}),
-            positions=positions,
-            source=rows,
-            computed=rows,
-            read=rows,
-            segments=columns,
-        )
+        labels = TensorDict({"input_ids": none, "labels": none - 1})
+        plain = {"source": rows, "computed": rows, "read": rows}
+        microbatch = MicroBatch(rows=labels, positions=positions, segments=columns, **plain)
         alone = Axis(self.groups.context.group, 1, 0)
         return own_rows(microbatch, alone, multiple_of=split, device=self.device, dtype=self.dtype)[1]
 
@@ -179,11 +147,8 @@ class MTPHead(DraftHead):
         groups = self.groups
         experts = {name for name, rule in self.rules.items() if rule.expert is not None}
         parts = {name for name, rule in self.rules.items() if self._has_part(name, rule)}
-        for axis, names in (
-            (groups.data_context, gradients.keys() - experts),
-            (groups.expert_data, experts),
-            (groups.tensor, parts),
-        ):
+        others = gradients.keys() - experts
+        for axis, names in ((groups.data_context, others), (groups.expert_data, experts), (groups.tensor, parts)):
             _sum_over(axis, [gradient for name, gradient in gradients.items() if name in names])
         for name, gradient in gradients.items():
             copies = groups.expert_data.size if name in experts else groups.data_context.size
@@ -209,7 +174,6 @@ class MTPHead(DraftHead):
 
     @torch.no_grad()
     def _write_back(self) -> None:
-        """Round the float32 weights to the layer's parameters."""
         for weight, parameter in zip(self.weights.values(), self._parameters(), strict=True):
             parameter.copy_(weight)
 
@@ -220,59 +184,52 @@ class MTPHead(DraftHead):
         weights, moments = super().movable()
         return [parameter.data for parameter in self._parameters()], weights + moments
 
-    # -- in files
-
-    @property
+    @functools.cached_property
     def export(self) -> HFExport:
-        """The plan of `hf_tensors`. The first access creates it. Collective: every rank does so."""
-        if self._export is None:
-            chunks = [] if self.layer is None else [self.layer]
-            self._export = HFExport(chunks, self.arch, self.groups, device=self.device)
-        return self._export
+        """The plan of `hf_tensors`. The first access is collective."""
+        chunks = [] if self.layer is None else [self.layer]
+        return HFExport(chunks, self.arch, self.groups, device=self.device)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the layer's tensors in the policy's dtype, on the main rank. Collective: every rank exhausts it."""
         return self.export.stream()
 
     @torch.no_grad()
-    def load_layer(self, source: WeightSource) -> None:
-        """Load other weights. Collective: every rank calls it."""
+    def load_folder(self, path: str | Path, policy: Architecture) -> None:
+        source = mtp_source(path, policy)
         if self.layer is not None:
             load_shards([self.layer], source, self.arch, self.groups)
             for weight, parameter in zip(self.weights.values(), self._parameters(), strict=True):
                 weight.copy_(parameter)
 
-    def sharded_state(self, metadata: dict[str, Any], *, with_moments: bool = True) -> dict[str, Any]:
-        """Return weights and moments as shards, to save or to load in any layout."""
-        if self.layer is None:
-            return {}
-        parameters = self._parameters()
-        shards = get_param_id_to_sharded_param_map(self.layer.sharded_state_dict(metadata=metadata), parameters)
-        state: dict[str, Any] = {kind: {} for kind in ("weight", *(MOMENTS if with_moments else ()))}
-        for number, (name, weight) in enumerate(self.weights.items()):
-            tensors = {"weight": weight.detach()} | (self._moments_of(weight) if with_moments else {})
-            for kind, tensor in tensors.items():
-                if kind == "step":
-                    continue
-                state[kind][name] = make_sharded_optimizer_tensor(shards[number], tensor, f"{STATE}.{kind}")
-        return state
+    def is_in(self, common: dict[str, Any]) -> bool:
+        return "mtp_updates" in common
+
+    def checkpoint_state(self, metadata: dict[str, Any], *, with_moments: bool = True) -> dict[str, Any]:
+        """Return weights and moments as shards, which any layout can load."""
+        state: dict[str, Any] = {}
+        if self.layer is not None:
+            whole = self.layer.sharded_state_dict(metadata=metadata)
+            shards = get_param_id_to_sharded_param_map(whole, self._parameters())
+            state = {kind: {} for kind in ("weight", *(MOMENTS if with_moments else ()))}
+            for number, (name, weight) in enumerate(self.weights.items()):
+                tensors = {"weight": weight.detach()} | (self._moments_of(weight) if with_moments else {})
+                for kind in state:
+                    state[kind][name] = make_sharded_optimizer_tensor(shards[number], tensors[kind], f"{STATE}.{kind}")
+        return {"mtp_updates": self.updates, "draft": state}
 
     @torch.no_grad()
-    def load_sharded_state(self, state: dict[str, Any], updates: int | None) -> None:
-        """Take over what a checkpoint has for `sharded_state`.
-
-        updates: number of updates. None loads weights only, and the optimizer starts anew.
-        """
-        if updates is None:
+    def load_checkpoint(self, state: dict[str, Any], *, with_moments: bool = True) -> None:
+        if not with_moments:
             self.optimizer.state.clear()
+        self.updates = state["mtp_updates"] if with_moments else 0
         for name, weight in self.weights.items():
-            weight.copy_(state["weight"][name])
-            if updates is not None:
+            weight.copy_(state["draft"]["weight"][name])
+            if with_moments:
                 moments = self._moments_of(weight)
-                moments["step"].fill_(updates)
+                moments["step"].fill_(self.updates)
                 for kind in MOMENTS:
-                    moments[kind].copy_(state[kind][name])
-        self.updates = updates or 0
+                    moments[kind].copy_(state["draft"][kind][name])
         self._write_back()
 
     def _moments_of(self, weight: nn.Parameter) -> dict[str, Tensor]:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -18,27 +18,11 @@ from megatron_rl import platform
 from megatron_rl.engine import host_memory
 from megatron_rl.engine.host_memory import ALIGNMENT
 
-
-class _MovableEngine(Protocol):
-    """The attributes of an engine that are needed to move it between device and host memory."""
-
-    optimizer: Any
-    wrapped: list[Any]
-    draft: Any
-    """The draft head or None."""
-
-    def parameters(self) -> Iterator[Tensor]: ...
-
-    def offload(self, *, keeps_weights: bool = False) -> None: ...
-
-    def onload(self, *, with_states: bool = True) -> None: ...
+Engine = Any  # a MegatronEngine, whose module imports this one
 
 
 class HostCopy:
-    """Host memory that holds some of a model's storages while they are off the device. It is reused each time.
-
-    Without CUDA, the storages are copied too, although device and host memory are the same.
-    """
+    """Host memory that holds some of a model's storages while they are off the device. It is reused each time."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -54,8 +38,7 @@ class HostCopy:
     @torch.no_grad()
     def take(self, kept: Iterable[Tensor], dropped: Iterable[Tensor], device: torch.device) -> None:
         """Copy the storages of `kept` to the host and empty them. Empty the storages of `dropped` without a copy."""
-        # Keyed by storage, because many tensors may be views of one. _cdata is the address of its object and survives
-        # resizing.
+        # Many tensors may be views of one storage. _cdata is the address of its object, which resizing keeps.
         keep = {s._cdata: s for s in (t.untyped_storage() for t in kept if t.device == device) if s.nbytes()}
         drop = {s._cdata: s for s in (t.untyped_storage() for t in dropped) if s.nbytes() and s._cdata not in keep}
         self.hosts = self._rooms({key: storage.nbytes() for key, storage in keep.items()})
@@ -96,12 +79,8 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
-def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return an engine's weights, its optimizer's main parameters and states, and its gradient buffers.
-
-    A draft head's tensors are among the first two. Without main parameters of its own, an optimizer has the weights
-    instead, which only the first list contains.
-    """
+def tensors_of(engine: Engine) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Return an engine's weights, its optimizer's main parameters and states, and its gradient buffers."""
     weights = [parameter.data for parameter in engine.parameters()]
     if engine.optimizer is None:
         return weights, [], []
@@ -109,11 +88,12 @@ def tensors_of(engine: _MovableEngine) -> tuple[list[Tensor], list[Tensor], list
     if engine.draft is not None:
         of_draft, states = engine.draft.movable()
         weights = weights + of_draft
-    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+    for part in engine.optimizer.chained_optimizers:
         if part.optimizer is not None:  # this rank has no parameters of this kind
             states += [parameter.data for group in part.optimizer.param_groups for parameter in group["params"]]
             values: Iterable[Any] = (value for state in part.optimizer.state.values() for value in state.values())
             states += [value for value in values if torch.is_tensor(value)]
+    # An optimizer without main parameters of its own has the weights instead.
     of_weights = {weight.untyped_storage()._cdata for weight in weights}
     states = [state for state in states if state.untyped_storage()._cdata not in of_weights]
     buffers = [buffer for chunk in engine.wrapped for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]]
@@ -128,20 +108,16 @@ class SharedDevice:
         reference = MegatronEngine(config, groups=groups, trainable=False, shared_device=device)
         policy.forward(batch)  # sends the reference out and brings the policy in
 
-    one_at_a_time: False allows several engines on the device together.
-    make_room: function that asks the rollout servers on this device to free memory. All ranks call it before an engine
-      moves in. Its argument says whether the optimizer's states move in as well.
+    one_at_a_time: False allows several engines on the device together. make_room: asks the rollout servers on this
+    device to free memory, before an engine moves in; its argument says whether the optimizer's states move in too.
     """
 
     def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[bool], None] | None = None) -> None:
         self.one_at_a_time, self.make_room = one_at_a_time, make_room
-        self.engines: list[_MovableEngine] = []
+        self.engines: list[Engine] = []
 
-    def take(self, engine: _MovableEngine, *, with_states: bool = True) -> None:
-        """Move the other engines out, then move `engine` in. Registers `engine` if it is new.
-
-        with_states: False leaves its optimizer's states where they are.
-        """
+    def take(self, engine: Engine, *, with_states: bool = True) -> None:
+        """Move the other engines out, then move `engine` in, without its optimizer's states if not `with_states`."""
         if self.make_room is not None:
             self.make_room(with_states)
         if self.one_at_a_time:
@@ -150,13 +126,13 @@ class SharedDevice:
             self.engines.append(engine)
         engine.onload(with_states=with_states)
 
-    def leave(self, remaining: _MovableEngine | None = None) -> None:
+    def leave(self, remaining: Engine | None = None) -> None:
         """Move all engines out except `remaining`. Collective: every rank calls it."""
         for engine in self.engines:
             if engine is not remaining:
                 engine.offload()
 
-    def leave_but_weights(self, of_engine: _MovableEngine) -> None:
+    def leave_but_weights(self, of_engine: Engine) -> None:
         """Move everything out except the weights of one engine. Collective: every rank calls it."""
         self.leave(of_engine)
         of_engine.offload(keeps_weights=True)

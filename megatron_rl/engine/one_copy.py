@@ -8,15 +8,14 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-ALIGNMENT = 16
-"""Alignment in bytes, sufficient for any dtype and for kernels that load several entries at once."""
+ALIGNMENT = 16  # alignment in bytes, sufficient for any dtype and for kernels that load several entries at once
 
 
 def one_copy(tree: Any, device: torch.device) -> Any:
-    """Return nested dicts, lists and named tuples with their tensors copied to the device.
+    """Return nested dicts, lists and named tuples with their tensors copied to the device, or as they are on the CPU.
 
-    All tensors travel in one pinned buffer, and the results are views of it. Separate copies from pageable memory would
-    make the host wait for all pending device work. On the CPU, the tensors are returned without a copy.
+    All tensors travel in one pinned buffer, of which the results are views. Separate copies from pageable memory would
+    make the host wait for all pending device work.
     """
     leaves, structure = tree_flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]

@@ -17,10 +17,7 @@ from megatron_rl import platform
 from megatron_rl.config import EngineConfig, OptimizerConfig
 
 BUFFERS = {"grad_reduce_in_fp32": (True, False), "bucket_size": None, "pad_buckets_for_high_nccl_busbw": (True, False)}
-"""DistributedDataParallelConfig fields that `optimizer.megatron` may set, with their allowed values.
-
-None allows any number above 0.
-"""
+"""DistributedDataParallelConfig fields that `optimizer.megatron` may set. None allows any number above 0."""
 OFFLOAD = {"optimizer_offload_fraction": None} | dict.fromkeys(
     ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"), (True, False)
 )
@@ -33,10 +30,7 @@ OFFERED: dict[str, tuple[Any, ...] | None] = BUFFERS | FLAGS | OFFLOAD | DTYPES
 
 
 def check_passed_through(config: EngineConfig, *, is_elsewhere: bool = False) -> None:
-    """Raise ValueError for the first field of `optimizer.megatron` that is unsupported or contradicts an option.
-
-    is_elsewhere: other machines train, which have Transformer Engine.
-    """
+    """Raise ValueError for the first field of `optimizer.megatron` that is unsupported or contradicts an option."""
     given = config.optimizer.megatron
 
     def refuse(key: str, rule: str) -> None:
@@ -62,9 +56,8 @@ def check_passed_through(config: EngineConfig, *, is_elsewhere: bool = False) ->
         refuse("optimizer_cpu_offload", "is a form of another option; set use_precision_aware_optimizer=true too")
     if aware and not (config.optimizer.distributed and config.model.dtype == "bfloat16"):
         refuse("use_precision_aware_optimizer", "needs optimizer.distributed=true and model.dtype=bfloat16; set them")
-    if aware and not (
-        is_elsewhere or platform.uses_transformer_engine("auto")
-    ):  # Megatron needs it even for the Adam on the host
+    # Megatron needs Transformer Engine even for the Adam on the host.
+    if aware and not (is_elsewhere or platform.uses_transformer_engine("auto")):
         refuse("use_precision_aware_optimizer", "needs Transformer Engine 2.1 or later; install it, or leave this out")
 
 
@@ -72,15 +65,13 @@ class CheckedOptimizer(ChainedOptimizer):
     """Megatron's optimizers of one model, with a step that can be skipped once the gradient norm is known.
 
     `ChainedOptimizer.step` of megatron.core 0.16 to 0.19 prepares the gradients, calls `get_grad_norm`, clips, and
-    calls `step_with_ready_grads`. Only this last call changes weights, moments and step counts. Megatron checks for NaN
-    or infinite gradients only in float16.
+    calls `step_with_ready_grads`, which alone changes weights, moments and step counts.
     """
 
     def step_if(self, is_sound: Callable[[float], bool]) -> tuple[bool, float]:
         """Apply the gradients unless `is_sound(norm)` is False. Returns whether it applied them, and the norm."""
         self._is_sound = is_sound
-        applied = bool(self.step()[0])
-        return applied, self._norm
+        return bool(self.step()[0]), self._norm
 
     def get_grad_norm(self) -> float:
         norm = super().get_grad_norm()  # a tensor with Transformer Engine 2.14; read it once
@@ -93,7 +84,6 @@ class CheckedOptimizer(ChainedOptimizer):
 
 
 def gradient_buffers(config: OptimizerConfig) -> DistributedDataParallelConfig:
-    """Return the options of the buffers in which gradients are accumulated and reduced."""
     options: dict[str, Any] = {"grad_reduce_in_fp32": True}  # sums in bfloat16 would depend on the microbatch split
     return DistributedDataParallelConfig(
         use_distributed_optimizer=config.distributed,
@@ -104,10 +94,7 @@ def gradient_buffers(config: OptimizerConfig) -> DistributedDataParallelConfig:
 
 
 def complete_gradients(chunk: Any) -> None:
-    """Give every rank the whole reduced gradients of a DDP-wrapped chunk with the distributed optimizer.
-
-    That optimizer reduces to each rank only the part that the rank updates. Collective: every rank calls it.
-    """
+    """Give every rank all reduced gradients, not only the distributed optimizer's part of this rank. Collective."""
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
         size, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
         for bucket in group.buckets if size > 1 else ():
@@ -116,7 +103,6 @@ def complete_gradients(chunk: Any) -> None:
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list, dtype: torch.dtype) -> CheckedOptimizer:
-    """Return Megatron's AdamW for DDP-wrapped model chunks."""
     given = config.megatron
     dtypes = {key: getattr(torch, given[key]) for key in given.keys() & DTYPES.keys()}
     offload = {"optimizer_offload_fraction": 1.0} if given.get("optimizer_cpu_offload") else {}

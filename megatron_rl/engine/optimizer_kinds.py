@@ -1,9 +1,8 @@
 """Conversion of a checkpoint's optimizer state between plain Adam and Megatron's distributed optimizer.
 
-Both kinds have the same tensors, except for the main parameters. These have different names, and the plain optimizer of
-a float32 model has none, because it updates the weights themselves. Megatron arranges the rest of the state differently
-for the two kinds. torch's Adam stores the number of updates with each parameter's moments; apex and Transformer Engine
-store it in the parameter group.
+The main parameters have different names, and the plain optimizer of a float32 model has none, because it updates the
+weights themselves. Megatron arranges the rest of the state differently for the two kinds. torch's Adam stores the
+number of updates with each parameter's moments; apex and Transformer Engine store it in the parameter group.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ DISTRIBUTED, PLAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
 def ask_as_plain(wanted: State, path: str) -> None:
     """Rename the tensors in a distributed optimizer's `wanted` state as a plain optimizer's checkpoint names them.
 
-    Main parameters that the checkpoint lacks are loaded from its weights, in place. They are then removed from
-    `wanted`, because one load may request a name only once.
+    Missing main parameters are loaded from the weights here, because one load may request a name only once.
     """
     saved = dist_checkpointing.load_tensors_metadata(path)
     missing = []
@@ -48,10 +46,7 @@ def ask_as_distributed(wanted: State) -> None:
 
 
 def arrange_as_distributed(loaded: State) -> State:
-    """Rearrange a state loaded from either kind of checkpoint for a distributed optimizer.
-
-    The result contains no tensors, because they were loaded in place.
-    """
+    """Rearrange a loaded state for a distributed optimizer, without the tensors, which were loaded in place."""
 
     def arrange(part: State) -> State:
         inner = part.get("optimizer", part)  # one level deeper if a bfloat16 model has main parameters
@@ -86,10 +81,7 @@ def counts_by_parameter(optimizer: Any) -> bool:
 
 
 def step_count(saved: State) -> int:
-    """Return the number of updates that a checkpoint's optimizer has made.
-
-    saved: the unsharded optimizer state of the checkpoint.
-    """
+    """Return the number of updates that an optimizer has made. saved: its unsharded state in a checkpoint."""
     counts = [0]
     for part in _parts(saved).values():
         inner = part.get("optimizer", part)
@@ -100,11 +92,9 @@ def step_count(saved: State) -> int:
 
 
 def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
-    """Adapt a loaded state to the class of Adam of each of these optimizers.
+    """Adapt a loaded state to the class of Adam of each of these optimizers, which have made `count` updates.
 
-    `betas` and `eps` come from this run. Options that the saved class of Adam lacked are added, such as Transformer
-    Engine's `bias_correction` and torch's `fused`.
-    count: number of updates that the optimizers have made.
+    `betas` and `eps` come from this run, and options that the saved class of Adam lacked, such as torch's `fused`.
     """
     for number, optimizer in enumerate(optimizers):
         if optimizer.optimizer is None:  # this rank has no parameters of this kind

@@ -1,9 +1,8 @@
 """The distributed optimizer's state in a checkpoint: each rank saves its own part of each parameter, without a copy.
 
-A rank owns a range of each flattened parameter. The range is saved and loaded as blocks of the parameter itself, so any
-layout can find its part again. In megatron.core 0.16 to 0.20, the format `fully_reshardable` first gathers all
-parts on every rank's host. The format `dp_reshardable` needs no gather, but can be loaded only in the same tensor,
-pipeline and expert layout.
+A rank owns a range of each flattened parameter, saved as blocks of the parameter itself, so any layout can find its
+part again. megatron.core's formats either gather all parts on every host (`fully_reshardable`) or cannot be loaded in
+another layout (`dp_reshardable`).
 """
 
 from __future__ import annotations
@@ -20,16 +19,13 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-NAMES = ("param", "exp_avg", "exp_avg_sq")
-"""Megatron's names of a main parameter and its moments."""
+NAMES = ("param", "exp_avg", "exp_avg_sq")  # Megatron's names of a main parameter and its moments
 
 
 def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Cut a range of a flattened tensor of `shape` into blocks of the tensor. Yields each block's offset and shape.
 
-    For example:
-
-        list(blocks((4, 3), 2, 9))  # [((0, 2), (1, 1)), ((1, 0), (2, 3))]
+    list(blocks((4, 3), 2, 9))  # [((0, 2), (1, 1)), ((1, 0), (2, 3))]
     """
     if len(shape) == 1:
         yield (start,), (stop - start,)
@@ -49,29 +45,20 @@ def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 
 
 class OptimizerShards:
-    """This rank's part of the state of one of Megatron's distributed optimizers.
-
-    models: the sharded weights, which determine each state's place in the whole model.
-    """
+    """This rank's part of the state of one of Megatron's distributed optimizers. models: the sharded weights."""
 
     def __init__(self, optimizer: Any, models: dict[str, Any]) -> None:
         self.optimizer = optimizer
         weights = {id(part.data): part for part in nested_values(extract_sharded_tensors_and_factories(models)[0])}
         buckets = [bucket for buffer in optimizer.gbuf_ranges for parts in buffer.values() for bucket in parts]
-        self.owned = [
-            (
-                parameter,
-                weights[id(parameter)],
-                ranges["param"],
-                optimizer._get_main_param_and_optimizer_states(parameter),
-            )
-            for bucket in buckets
-            for parameter, ranges in bucket["param_map"].items()
-        ]
+        self.owned = []
         """Each parameter of which this rank owns a range: (parameter, place in the model, range, the range's state)."""
+        for bucket in buckets:
+            for parameter, ranges in bucket["param_map"].items():
+                state = optimizer._get_main_param_and_optimizer_states(parameter)
+                self.owned.append((parameter, weights[id(parameter)], ranges["param"], state))
 
     def state(self) -> dict[str, Any]:
-        """Return the state to save, or to load in place."""
         mine = (block for owned in self.owned for block in self._blocks_of(*owned))
         if self.owned:
             common = self.optimizer.state_dict()

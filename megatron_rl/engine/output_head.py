@@ -1,7 +1,6 @@
 """The head, which computes logits, log-probs, a loss or values from the last stage's hidden states.
 
-Every context rank gets the results of all rows, although it computes only its own rows. `R` is the number of hidden
-states of this context rank, and `T` the number of microbatch rows that the loss reads.
+Every context rank computes its own R rows and gets the results of all T rows that the loss reads.
 """
 
 from __future__ import annotations
@@ -13,40 +12,21 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from megatron_rl import support
+from megatron_rl import ops, support
 from megatron_rl.api import LogprobLoss
 from megatron_rl.engine.context import sum_for_all
 from megatron_rl.engine.packed_rows import PackedRows
-from megatron_rl.ops import (
-    Cut,
-    KeptTokens,
-    TopTokens,
-    VocabParallelLogits,
-    VocabShard,
-    kept_tokens,
-    lm_head_logprobs,
-    lm_head_loss,
-    top_tokens,
-)
+from megatron_rl.ops import Cut, KeptTokens, TopTokens, VocabParallelLogits, VocabShard
 from megatron_rl.ops.head import CHUNKS_OF_TERM, LogitsTerm, Product, head_logits, pick, rows_of_chunk
 from megatron_rl.ops.library import accumulator
 from megatron_rl.parallel import Axis
 
 
 class Head:
-    """The output head of the last stage.
-
-    weight: function that returns the output layer's current weight: the rows of `shard`, then padding.
-    product: function that computes the logits.
-    """
+    """The output head of the last stage. `weight()` returns the current weight: the rows of `shard`, then padding."""
 
     def __init__(
-        self,
-        stage: Any,
-        weight: Callable[[], Tensor],
-        shard: VocabShard,
-        context: Axis,
-        product: Product = head_logits,
+        self, stage: Any, weight: Callable[[], Tensor], shard: VocabShard, context: Axis, product: Product = head_logits
     ) -> None:
         self.stage, self.weight, self.shard, self.context, self.product = stage, weight, shard, context, product
 
@@ -62,11 +42,10 @@ class Head:
     ) -> Tensor:  # fmt: skip
         """Return log p(label) and, if `with_entropy`, the entropy: `[1 or 2, T]` float32.
 
-        rows: `labels`, and `support` if the run's servers sample from a part of the vocabulary, with `adjustment` if
-          penalties or biases changed its logits.
+        rows: `labels`, and `support` and `adjustment` if servers sample from a part of the vocabulary or change logits.
         """
         options = self._weight() | self._rows(packed, temperature) | {"with_entropy": with_entropy}
-        parts = lm_head_logprobs(hidden, labels=rows["labels"], **_support(rows), **options)
+        parts = ops.lm_head_logprobs(hidden, labels=rows["labels"], **_support(rows), **options)
         # Each row is computed on one context rank and is 0 on the others.
         return sum_for_all(torch.stack(parts[: 1 + with_entropy]), self.context)
 
@@ -93,8 +72,7 @@ class Head:
         """Compute `logprob_loss` together with its gradient, for a loss that is a sum over rows."""
         labels = rows["labels"]
         found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
-        # Per-row columns. A per-sequence column can have the same length if sequences are short, but a loss by row
-        # reads none.
+        # A column per sequence may have as many entries, but a loss by row reads none.
         columns = {name: column for name, column in rows.items() if column.shape == labels.shape}
 
         def of_some(logprobs: Tensor, entropy: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -103,7 +81,7 @@ class Head:
             return loss.fn(logprobs, entropy, chosen)
 
         options = self._weight() | self._rows(packed, loss.temperature) | _support(rows)
-        loss_sum, sums = lm_head_loss(hidden, labels=labels, loss=of_some, term=term, **options)
+        loss_sum, sums = ops.lm_head_loss(hidden, labels=labels, loss=of_some, term=term, **options)
         if self.context.size == 1:
             return loss_sum, sums, found
         parts = sum_for_all(torch.stack([loss_sum.double(), *sums.values()]), self.context)
@@ -115,29 +93,20 @@ class Head:
         return self._for_loss(self.stage.output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
 
     def states(self, hidden: Tensor, packed: PackedRows, trained: Tensor) -> Tensor:
-        """Return the hidden states `[n, H]` that predict the trained rows, on every context rank.
-
-        trained: `[n]` indices of these rows.
-        """
+        """Return the hidden states `[n, H]` that predict the trained rows `[n]`, on every context rank."""
         return self._for_loss(hidden, packed).index_select(0, trained)
 
     def top(self, states: Tensor, count: int, temperature: float) -> TopTokens:
-        """Return the `count` most likely tokens after each state.
-
-        Works in chunks of states, so that only one chunk's logits exist at a time.
-        """
+        """Return the `count` most likely tokens after each state, in chunks because of the logits' size."""
         weight, size = self._whole_rows()
         parts = [
-            top_tokens(head_logits(some, weight).float(), count, self.shard, temperature)
+            ops.top_tokens(head_logits(some, weight).float(), count, self.shard, temperature)
             for some in states.to(weight.dtype).split(size)
         ]
         return TopTokens(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
 
     def kept(self, hidden: Tensor, labels: Tensor, packed: PackedRows, cut: Cut, temperature: float) -> KeptTokens:
-        """Return the tokens of `T` rows that `cut` keeps, on every context rank. Rows without a label have none.
-
-        Works in chunks of rows, so that only one chunk's logits exist at a time.
-        """
+        """Return the tokens of `T` rows that `cut` keeps, on every context rank. Rows without a label have none."""
         weight, size = self._whole_rows()
         picked = pick(hidden, packed.predicting, packed.trained, weight.dtype)
         # Other context ranks have the other rows, so that ids are counted from 1 and added up.
@@ -146,7 +115,7 @@ class Head:
         is_outside = torch.zeros(len(labels), dtype=torch.int32, device=hidden.device)
         for some, places in zip(picked.split(size), packed.trained.split(size), strict=True):
             logits = self.product(some, weight, None).to(accumulator(weight.dtype))
-            found = kept_tokens(logits, labels.index_select(0, places), cut, self.shard, temperature)
+            found = ops.kept_tokens(logits, labels.index_select(0, places), cut, self.shard, temperature)
             ids.index_copy_(0, places, found.ids + 1)
             log_mass.index_copy_(0, places, found.log_mass)
             is_outside.index_copy_(0, places, found.is_outside.int())

@@ -3,9 +3,8 @@
 A microbatch is a list of segments of rows. A segment attends to itself causally, and to all of its ancestors: a prompt
 that several replies share, or the common part of forked dialogues. Context parallelism splits the rows, not the
 sequences, into 2 x size chunks. Rank r gets chunks r and 2 x size - 1 - r (zigzag), which balances early and late rows.
-A chunk boundary cuts a segment into pieces. A piece's queries are its own rows, and these rows are
-also its last keys, as the causal mask of variable-length kernels requires. For example, two segments, written as in
-MicroBatch, on two ranks:
+A chunk boundary cuts a segment into pieces. A piece's queries are its own rows, which are also its last keys, as
+variable-length kernels require. For example, two segments, written as in MicroBatch, on two ranks:
 
     rows          0  1 | 2  3 | 4  5 | 6  7      segments [0 5 -1 0], [5 3 -1 0]
     chunk, rank   0  0 | 1  1 | 2  1 | 3  0
@@ -16,16 +15,14 @@ MicroBatch, on two ranks:
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask
 
-from megatron_rl.engine.delta_kernels import Calls
-from megatron_rl.engine.delta_rule import Chunks
 from megatron_rl.engine.forks import Forks
 from megatron_rl.engine.one_copy import one_copy
 from megatron_rl.engine.rope import Rope, Rotation
@@ -43,93 +40,56 @@ class Alike(NamedTuple):
     pieces: int
 
 
-@dataclass
+@dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):
-    """Positions and attention plan of this rank's R rows, for every layer. Attention is cut into P pieces.
+    """Positions and attention plan of R rows, cut into P pieces. Megatron's own fields describe one sequence."""
 
-    Megatron's own fields describe the rows as one sequence, because Megatron does not apply the positions here.
-    """
-
-    positions: Tensor = field(kw_only=True)
-    """`[R]` int64 rotary positions."""
-    reads: Tensor = field(kw_only=True)
+    positions: Tensor  # `[R]` int64 rotary positions
+    reads: Tensor
     """`[T]` int64: the row of this rank that predicts each loss row, or -1 if that row is on another context rank."""
-    trained: Tensor = field(kw_only=True)
+    trained: Tensor
     """int64 indices of the loss rows that have a label and are predicted on this rank, determined on the host."""
-    predicting: TakenRows = field(kw_only=True)
-    """This rank's rows that predict the `trained` rows."""
-    in_order: bool = field(kw_only=True)
-    """True if row t predicts loss row t for every t."""
-    keys: TakenRows | None = field(kw_only=True)
-    """Indices of the keys in the rows gathered over the context axis, or None if the keys are exactly those rows.
-
-    Keys are listed piece by piece. For dense attention, the pieces are in the order of `alike`.
-    """
-    routes: Tensor | None = field(kw_only=True, default=None)
+    predicting: TakenRows  # this rank's rows that predict the `trained` rows
+    in_order: bool  # True if row t predicts loss row t for every t
+    keys: TakenRows | None
+    """Indices of the pieces' keys in the rows gathered over the context axis, or None if the keys are those rows."""
+    routes: Tensor | None = None
     """`[R, mixtures of this rank, slots]`: the servers' experts, encoded as in megatron_rl/routes.py."""
-    context: Axis = field(kw_only=True)
-    longest_query: int = field(kw_only=True)
-    longest_key: int = field(kw_only=True)
-    query_cu: Tensor | None = field(kw_only=True, default=None)
+    context: Axis
+    longest_query: int
+    longest_key: int
+    query_cu: Tensor | None = None
     """`[P + 1]` int32 prefix sums of the pieces' query counts. None (as is `key_cu`) if attention is dense."""
-    key_cu: Tensor | None = field(kw_only=True, default=None)
-    alike: list[Alike] = field(kw_only=True, default_factory=list)
-    """Groups of equally shaped pieces, for dense attention. Empty if a variable-length kernel computes attention."""
-    queries: TakenRows | None = field(kw_only=True, default=None)
+    key_cu: Tensor | None = None
+    alike: list[Alike] = field(default_factory=list)
+    """Groups of equally shaped pieces, for dense attention. Keys are listed in this order of the pieces."""
+    queries: TakenRows | None = None
     """Indices of this rank's rows in the order of `alike`, or None if the rows already are in that order."""
-    unsorted: TakenRows | None = field(kw_only=True, default=None)
+    unsorted: TakenRows | None = None
     """Index of each row in the concatenated outputs of `alike`. None if `queries` is None."""
-    segments: Tensor = field(kw_only=True)
-    """`[S, 4]` segments of the microbatch and its padding, as in MicroBatch, on the host."""
-    forks: Forks | None = field(kw_only=True, default=None)
+    segments: Tensor  # `[S, 4]` segments of the microbatch and its padding, as in MicroBatch, on the host
+    forks: Forks | None = None
     """Plan for attention that reads the keys of forked dialogues in place, from the rows of all context ranks."""
-    _blocks: dict[int | None, BlockMask] = field(default_factory=dict)  # by window
-    _chunks: list[Chunks] = field(default_factory=list)
-    _calls: list[Calls] = field(default_factory=list)
-    _rotations: dict[Rope, Rotation] = field(default_factory=dict)  # keyed by identity: layers share a Rope
+    _planned: dict[Any, Any] = field(default_factory=dict)
+
+    def once(self, key: Any, plan: Callable[[], Any]) -> Any:
+        """Return what `plan` returned when a layer first asked with this key."""
+        if key not in self._planned:
+            self._planned[key] = plan()
+        return self._planned[key]
 
     def rotation(self, rope: Rope) -> Rotation:
-        """Return the rotation of the rows, computed once for all layers."""
-        if rope not in self._rotations:
-            self._rotations[rope] = rope.rotation(self.positions)
-        return self._rotations[rope]
-
-    def blocks(self, window: int | None) -> BlockMask:
-        """Return the blocks of attention scores to compute, found once for all layers with this window.
-
-        Needs `forks`.
-        """
-        if window not in self._blocks:
-            assert self.forks is not None
-            self._blocks[window] = self.forks.blocks(window)
-        return self._blocks[window]
-
-    def chunks(self, device: torch.device) -> Chunks:
-        """Return the rows' layout in chunks, for delta nets in torch, planned once for all layers."""
-        if not self._chunks:
-            self._chunks.append(Chunks.of(self.segments).to(device))
-        return self._chunks[0]
-
-    def delta_calls(self, device: torch.device, kernel: int) -> Calls:
-        """Return the kernel calls for delta nets with convolutions over `kernel` rows, planned once for all layers."""
-        if not self._calls:
-            self._calls.append(one_copy(Calls.of(self.segments, kernel), device))
-        return self._calls[0]
+        """Return the rotation of the rows, computed once for all layers that share `rope`."""
+        return self.once(rope, lambda: rope.rotation(self.positions))
 
 
 def row_multiple(*, context: int, sequence_split: int) -> int:
-    """Return the number of which the padded row count must be a multiple.
-
-    Each context rank has two chunks of equal length. Under sequence parallelism, tensor ranks split the rows evenly.
-    """
+    """Return the number of which the row count must be a multiple, so that ranks of both axes have equal parts."""
     return math.lcm(2 * context if context > 1 else 1, context * sequence_split)
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if variable-length kernels support this device and dtype.
-
-    They support 16-bit dtypes on CUDA. Everything else takes the slower path; float32 on CUDA is used only in checks.
-    """
+    """Return True if there are variable-length kernels for this device and dtype: 16-bit dtypes on CUDA."""
     return device.type == "cuda" and dtype != torch.float32
 
 
@@ -148,8 +108,7 @@ def own_rows(
 
     Rows are padded to a multiple of `multiple_of`; the padding is a separate segment.
     dtype: dtype of queries and keys.
-    parts: number of tensor ranks that share the gather over the context axis. Each gathers a part of the rows, and then
-      the ranks exchange their parts.
+    parts: number of tensor ranks that each gather a part of the rows over the context axis, and exchange their parts.
     mixtures: indices of this rank's mixture layers in the microbatch's routes; None disables routing replay.
     copies_shared_keys: False if a kernel reads the keys of forked dialogues in place.
     """
@@ -235,8 +194,7 @@ def _gathered(total: int, context: Axis, parts: int) -> Tensor:
 def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
     """Cut the segments into pieces at the ends of the ranges.
 
-    Returns, for each piece in the order of this rank's rows: its segment's number, its number of rows, and its number
-    of keys within the segment.
+    Returns for each piece, in the order of this rank's rows: segment, number of rows, number of keys in the segment.
     """
     parts = []
     for start, stop in ranges:
@@ -250,10 +208,7 @@ def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Te
 
 
 def _key_runs(segments: Tensor, pieces: Tensor, own_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pieces' keys as runs of consecutive rows: the first row and the length of each run.
-
-    A piece's runs begin with its oldest ancestor.
-    """
+    """Return the pieces' keys as runs of consecutive rows (first row, length), beginning with the oldest ancestor."""
     first, length, parent, _ = segments.T.tolist()
     starts: list[int] = []
     lengths: list[int] = []

@@ -19,9 +19,7 @@ class Rope:
 
     is_fused = False
     """True to rotate with Transformer Engine's kernel if there is no attention factor. Set after building."""
-
-    in_fixed_order = False
-    """True to compute the angles' cosines and sines as servers with --exact do. Set after building."""
+    in_fixed_order = False  # True to compute cosines and sines as servers with --exact do. Set after building
 
     def __init__(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> None:
         self.inverse_frequencies, self.attention_factor = inverse_frequencies.float(), attention_factor
@@ -59,19 +57,8 @@ class Rope:
         return cos * self.attention_factor, sin * self.attention_factor
 
 
-def rows_of(rotation: Rotation, start: int, stop: int) -> Rotation:
-    """Return the part of a rotation for rows `start` to `stop - 1`."""
-    if isinstance(rotation, Tensor):
-        return rotation[start:stop]
-    cos, sin = rotation
-    return cos[start:stop], sin[start:stop]
-
-
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the first W features of `[R, heads, D]`: the pair (i, i + W/2) by the row's angle i.
-
-    W is the width of the rotation, at most D (RoFormer, arXiv 2104.09864).
-    """
+    """Rotate the first W features (the rotation's width) of `[R, heads, D]`: pair (i, i + W/2) by the row's angle i."""
     if isinstance(rotation, Tensor):
         from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
 

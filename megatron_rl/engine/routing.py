@@ -1,8 +1,7 @@
 """Routers that replay the rollout servers' expert choices (R3), if `algo.routing_replay` is on.
 
-Megatron's RouterReplay stores the experts of one pass in a process-wide list, in the order of calls. Here each
-microbatch brings its own experts, in PackedRows, so the order of microbatches, pipeline chunks and recomputed layers
-does not matter. Megatron's top-k function calls ReplayedTop for the experts, as it does for its own RouterReplay.
+Megatron's own RouterReplay keeps the experts of one pass in the order of calls. Here each microbatch brings its experts
+in PackedRows, so the order of microbatches, pipeline chunks and recomputed layers does not matter.
 
     row with a route    -> the server's experts in place of the trainer's top-k. Their weights are the trainer's, with
                            gradient (experts), or the server's values with the trainer's gradient (experts_and_weights)
@@ -20,7 +19,6 @@ import torch.distributed as dist
 from megatron.core import tensor_parallel
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
-from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor, nn
 
 from megatron_rl import routes
@@ -30,12 +28,7 @@ from megatron_rl.types import TrajectoryBatch
 
 
 class ReplayedTop:
-    """Selects the server's experts instead of those with the top-k scores, with Megatron's `router_replay` interface.
-
-    slots: the servers' routes for this rank's rows, `[R, slots]`.
-    changed: `[2]` counters: choices that differ from the trainer's own, and all choices.
-    agreed: `[4]` counters for routes.shift_fault.
-    """
+    """Selects the server's experts instead of the top-k ones, with Megatron's `router_replay` interface."""
 
     def __init__(self, slots: Tensor, changed: Tensor, agreed: Tensor | None) -> None:
         self.experts, self.changed, self.agreed = routes.experts_of(slots).long(), changed, agreed
@@ -58,11 +51,8 @@ class ReplayedTop:
         return scores.gather(1, experts), experts
 
     def _agreements(self, own: Tensor) -> Tensor:
-        """Return the four counts of routes.shift_fault, over rows whose two neighbors also have routes.
-
-        Neighbors are adjacent rows of the pass. At the few sequence borders, a neighbor belongs to another sequence.
-        This biases the counts for the previous and for the next row equally.
-        """
+        """Return the four counts of routes.shift_fault, over rows whose two neighbors also have routes."""
+        # At the few borders, a neighbor is of another sequence, which biases both neighbors' counts equally.
         inner = (self.has_route[:-2] & self.has_route[1:-1] & self.has_route[2:])[:, 0]
         chosen = own[1:-1, :, None]
         found = [
@@ -73,15 +63,12 @@ class ReplayedTop:
 
 
 class ReplayRouter(TopKRouter):
-    """Megatron's router, except that it selects the experts of `slots` if they are set.
+    """Megatron's router, except that it selects the experts of `slots` if they are set."""
 
-    slots: the servers' routes for the rows, `[R, slots]`, or None to let the router choose.
-    """
-
-    slots: Tensor | None = None
+    slots: Tensor | None = None  # the servers' routes for the rows, `[R, slots]`
     has_weights = False
-    changed: Tensor
-    agreed: Tensor | None = None
+    changed: Tensor  # `[2]` counters: choices that are not the trainer's own, and all choices
+    agreed: Tensor | None = None  # `[4]` counters for routes.shift_fault
 
     def routing(self, logits: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if self.slots is None:
@@ -91,36 +78,17 @@ class ReplayRouter(TopKRouter):
         weights, is_chosen = super().routing(logits, *args, **kwargs)  # [R, experts]
         if not self.has_weights:
             return weights, is_chosen
-        given = torch.zeros_like(weights).scatter(1, replayed.experts.clamp_min(0), self._given(weights.dtype))
+        given = routes.weights_of(self.slots)  # [R, slots], then normalized and scaled as the model does
+        if not self.config.moe_router_pre_softmax or self.score_function == "sigmoid":
+            given = given / given.sum(-1, keepdim=True).clamp_min(1e-6)
+        given = (given * (self.config.moe_router_topk_scaling_factor or 1.0)).to(weights.dtype)
+        given = torch.zeros_like(weights).scatter(1, replayed.experts.clamp_min(0), given)
         # The server's value with the gradient of the trainer's, so that the router keeps learning.
         return torch.where(replayed.has_route, weights + (given - weights).detach(), weights), is_chosen
 
-    def _given(self, dtype: torch.dtype) -> Tensor:
-        """Return the servers' expert weights `[R, slots]`, normalized and scaled as the model does."""
-        given = routes.weights_of(self.slots)
-        if self.is_renormalised:
-            given = given / given.sum(-1, keepdim=True).clamp_min(1e-6)
-        return (given * (self.config.moe_router_topk_scaling_factor or 1.0)).to(dtype)
-
-    @property
-    def is_renormalised(self) -> bool:
-        return not self.config.moe_router_pre_softmax or self.score_function == "sigmoid"
-
-
-def replay_in(layer: Any) -> None:
-    """Replace the router in a layer's spec with ReplayRouter, if the layer is a mixture of experts."""
-    if isinstance(layer.mlp, ModuleSpec):
-        if layer.mlp.module is MoELayer:
-            layer.mlp.submodules.router = ReplayRouter
-    elif layer.mlp.func is MoELayer:  # a partial from megatron.core 0.19 on
-        layer.mlp.keywords["submodules"].router = ReplayRouter
-
 
 def recompute_with_own_slots(mixture: MoELayer) -> None:
-    """Make a mixture layer use the same routes when it is recomputed.
-
-    Megatron's recomputation would use the routes that a later microbatch has set.
-    """
+    """Recompute a mixture layer with its own routes. Megatron would use those that a later microbatch has set."""
     if not mixture.moe_layer_recompute:
         return
     mixture.moe_layer_recompute, compute = False, mixture.forward
@@ -140,15 +108,7 @@ def recompute_with_own_slots(mixture: MoELayer) -> None:
 
 
 class RoutingReplay:
-    """Routing replay of one engine: gives each mixture layer the routes of the rows that the layer is about to compute.
-
-    For example:
-
-        replay = RoutingReplay(form, chunks, device)
-        ids, packed = own_rows(microbatch, ..., mixtures=replay.mixtures)
-        replay.finish_pass(groups.control)  # RuntimeError if the routes are shifted
-        replay.changed_share  # 0.02: every fiftieth choice of the last pass is not the trainer's own
-    """
+    """Gives each mixture layer of an engine the routes of the rows that the layer is about to compute."""
 
     def __init__(self, form: RouteForm, chunks: list[Any], device: torch.device) -> None:
         self.form = form
@@ -156,7 +116,7 @@ class RoutingReplay:
         # Megatron numbers layers from 1. Only the columns of this rank's layers are copied to the device.
         self.mixtures = [form.layers.index(layer.layer_number - 1) for layer in layers]
         self._counts = torch.zeros(6, dtype=torch.int64, device=device)
-        self.changed_share = 0.0
+        self.changed_share = 0.0  # share of the last pass's choices that are not the trainer's own
         for column, layer in enumerate(layers):
             layer.mlp.router.has_weights, layer.mlp.router.changed = form.has_weights, self._counts[4:]
             # the first mixture only: the inputs of later ones depend on its replayed choices
@@ -166,15 +126,13 @@ class RoutingReplay:
             layer.register_forward_pre_hook(functools.partial(_hand_over, column=column), with_kwargs=True)
 
     def check(self, batch: TrajectoryBatch) -> None:
-        """Raise ValueError if a trajectory's routes are incomplete."""
         found = batch.tokens.get(routes.COLUMN)
         routes.check_complete(found, batch["loss_mask"], batch.cu_seqlens, self.form)
 
     def finish_pass(self, group: dist.ProcessGroup) -> None:
-        """Set `changed_share` from the choices of all ranks since the last call.
+        """Set `changed_share` from the choices since the last call. Collective over `group`, a gloo group of all ranks.
 
-        Raises RuntimeError if the servers' routes are shifted against the tokens. Collective: every rank calls it.
-        group: gloo group of all ranks.
+        Raises RuntimeError if the servers' routes are shifted against the tokens.
         """
         counts = self._counts.cpu().clone()  # .cpu() makes no copy of a host tensor
         self._counts.zero_()
@@ -188,11 +146,9 @@ class RoutingReplay:
 def _hand_over(layer: nn.Module, args: Any, kwargs: dict[str, Any], *, column: int) -> None:
     """Give a layer's router the routes of this tensor rank's rows, before the layer runs or is recomputed."""
     packed: PackedRows = kwargs["packed_seq_params"]
-    router, slots = layer.mlp.router, packed.routes
-    if slots is None:
-        router.slots = None
-        return
-    own = slots[:, column]
-    if layer.config.sequence_parallel:
-        own = own.chunk(router.tp_group.size())[router.tp_group.rank()]
-    router.slots = own
+    router, slots = layer.mlp.router, None
+    if packed.routes is not None:
+        slots = packed.routes[:, column]
+        if layer.config.sequence_parallel:
+            slots = slots.chunk(router.tp_group.size())[router.tp_group.rank()]
+    router.slots = slots

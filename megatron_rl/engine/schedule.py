@@ -23,28 +23,19 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import MicroBatch
 
 LastStage = Callable[[Tensor, MicroBatch, PackedRows], tuple[Tensor, Tensor, Any]]
-"""Function of the last stage that computes a microbatch's loss.
-
-(hidden `[R, H]` of this context rank, microbatch, its rows) -> (loss sum, integer weight, anything to keep).
-
-The weight is a host tensor; Megatron adds it to a sum on the device.
-"""
+"""Function of the last stage that computes a microbatch's loss: (hidden `[R, H]` of this context rank, microbatch, its
+rows) -> (loss sum, integer weight on the host, anything to keep)."""
 
 
 class KnownShapes(P2PCommunicator):
     """Pipeline communicator for tensors whose shapes every stage knows on the host.
 
-    Megatron's communicator sends each tensor's shape too, and waits for the device before it can read a shape. Tensors
-    arrive in the order in which the sender computes them. On all stages, this is the order of Megatron's schedule
-    table. Gradients arrive in the same order of microbatches, but with the model chunks reversed.
+    Megatron's communicator also sends each tensor's shape, and waits for the device to read it. Tensors arrive in the
+    order of Megatron's schedule table; for gradients, the model chunks in it are reversed.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup, config: Any, rows: list[int], chunks: int) -> None:
-        """Prepare the shapes of one pass.
-
-        rows: number of rows of each microbatch in a stage's input and output.
-        chunks: number of this rank's model chunks.
-        """
+        """Prepare the shapes of one pass. rows: of each microbatch on this rank. chunks: number of model chunks."""
         super().__init__(pipeline, config)
         round_length = config.microbatch_group_size_per_vp_stage if chunks > 1 else len(rows)
         shapes = [
@@ -63,8 +54,8 @@ class KnownShapes(P2PCommunicator):
 def divide_by_weight(groups: ParallelGroups) -> Callable[..., None]:
     """Return a `finalize_model_grads` that divides by the global weight without a device sync.
 
-    Megatron's own function first reads the weight on the host to skip the division if it is 0. Here a weight of 0
-    counts as 1, because the gradients are then 0 too.
+    Megatron's function reads the weight on the host to skip a division by 0. Here 0 counts as 1, because the gradients
+    are then 0 too.
     """
 
     def finalize(chunks: list, weight: Tensor, **options: Any) -> None:
@@ -93,16 +84,12 @@ def run(
 ) -> list[Any]:
     """Run all microbatches through this rank's model chunks.
 
-    On the last pipeline stage, returns what `last_stage` kept, in the order of microbatches; on other stages, []. Each
-    context rank computes its share of a microbatch's rows.
-    config: Megatron's config of the model.
-    mixtures, copies_shared_keys: see own_rows.
-    prepare: called before each microbatch's forward pass through a chunk, and before its backward pass, which may
-      compute layers again.
+    On the last pipeline stage, returns what `last_stage` kept, in the order of microbatches; on other stages, [].
+    config: Megatron's config of the model. mixtures, copies_shared_keys: see own_rows. prepare: called before each
+    microbatch's forward pass through a chunk, and before its backward pass, which may compute layers again.
     """
     split = groups.tensor.size if config.sequence_parallel else 1
     multiple = row_multiple(context=groups.context.size, sequence_split=split)
-
     prepared: dict[int, tuple[Tensor, PackedRows]] = {}
 
     def forward_step(iterator, model):

@@ -12,26 +12,20 @@ from torch import Tensor
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import TrajectoryBatch
 
-SHOWN = 3
-"""Maximum number of tokens that each rank names."""
+SHOWN = 3  # maximum number of tokens that each rank names
 
 
 def explain(
     loss: float, grad_norm: float, batch: TrajectoryBatch, results: Tensor, name: str, groups: ParallelGroups
 ) -> str:
-    """Say which trained tokens have NaN or infinite numbers, and on which rank.
+    """Say which trained tokens have NaN or infinite numbers or, if none has, which one has the largest. Collective.
 
-    If all tokens' numbers are finite, name the token with the largest one. Collective: every rank calls it.
-    loss, grad_norm: this rank's numbers. On at least one rank, one of them is NaN or infinite.
-    batch: this rank's share of the data.
-    results: `[N]`, the model's result for each token.
-    name: what the text calls `results`.
+    loss, grad_norm: not finite on at least one rank. results: `[N]`, the model's, which the text calls `name`.
     """
     # Tensor, pipeline and context peers hold the same share, so one of them names its tokens.
-    own = tokens_without_number(batch, results, name) if groups.is_rollout_rank else []
-    largest = largest_number(batch, results, name) if groups.is_rollout_rank and not own else (-1.0, "")
+    own = tokens_of_rank(batch, results, name) if groups.is_rollout_rank else ([], (-1.0, ""))
     found: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(found, (loss, grad_norm, own, largest), group=groups.control)
+    dist.all_gather_object(found, (loss, grad_norm, *own), group=groups.control)
     bad = [rank for rank, (*update, _, _) in enumerate(found) if not all(map(math.isfinite, update))]  # at least one
     where = "" if len(bad) == groups.world_size else f" on rank {', '.join(map(str, bad))} alone"
     loss, grad_norm = found[bad[0]][:2]
@@ -48,34 +42,25 @@ def explain(
     )
 
 
-def tokens_without_number(batch: TrajectoryBatch, results: Tensor, name: str) -> list[str]:
-    """Describe the first trained tokens that have a NaN or infinite number, with all numbers of each such token."""
-    columns = columns_of(batch, results, name)
-    bad = torch.stack([~column.isfinite() for column in columns.values()]).any(0) & batch["loss_mask"]
-    places = bad.nonzero()[:, 0].tolist()
-    named = [describe(place, batch, columns) for place in places[:SHOWN]]
-    return named + ([f"{len(places) - SHOWN} more tokens"] if len(places) > SHOWN else [])
+def tokens_of_rank(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[list[str], tuple[float, str]]:
+    """Describe the first trained tokens with NaN or infinite numbers.
 
-
-def largest_number(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[float, str]:
-    """Return the largest absolute number in all columns of trained tokens, and a description of the token that has it.
-
-    (-1, "") if no token is trained.
+    Also returns the largest absolute number of a trained token and describes that token, if all numbers are finite and
+    a token is trained; else (-1, "").
     """
-    columns = columns_of(batch, results, name)
-    sizes = torch.stack([column.double().abs() for column in columns.values()]).amax(0)
-    sizes = sizes.masked_fill(~batch["loss_mask"], -1.0)
-    if not batch["loss_mask"].any():
-        return -1.0, ""
-    place = int(sizes.argmax())
-    return float(sizes[place]), describe(place, batch, columns)
-
-
-def columns_of(batch: TrajectoryBatch, results: Tensor, name: str) -> dict[str, Tensor]:
-    """Return `[N]` float columns by name: the model's results, and the batch's columns per token and per sequence."""
     columns = {name: results.cpu()} | {key: column.cpu() for key, column in batch.tokens.items()}
     columns |= {key: batch.spread(column.cpu()) for key, column in batch.sequences.items()}
-    return {key: column for key, column in columns.items() if column.is_floating_point()}
+    columns = {key: column for key, column in columns.items() if column.is_floating_point()}
+    trained = batch["loss_mask"]
+    sizes = torch.stack([column.double().abs() for column in columns.values()]).amax(0)  # NaN if a number is NaN
+    places = (~sizes.isfinite() & trained).nonzero()[:, 0].tolist()
+    named = [describe(place, batch, columns) for place in places[:SHOWN]]
+    if len(places) > SHOWN:
+        named.append(f"{len(places) - SHOWN} more tokens")
+    if named or not trained.any():
+        return named, (-1.0, "")
+    place = int(sizes.masked_fill(~trained, -1.0).argmax())
+    return [], (float(sizes[place]), describe(place, batch, columns))
 
 
 def describe(place: int, batch: TrajectoryBatch, columns: dict[str, Tensor]) -> str:

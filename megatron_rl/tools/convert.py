@@ -202,7 +202,7 @@ def _has_tensor(part: Any) -> bool:
 def _empty_model(folder: Path, arch: Architecture, groups: ParallelGroups) -> list[Any]:
     """Build the model without loading weights. The kernel allocates no pages for parameters that are never written."""
     config = EngineConfig(model=ModelConfig(path=str(folder)))
-    return build_chunks(arch, transformer_config(arch, config, {}), groups)
+    return build_chunks(arch, transformer_config(arch, config, {}), groups, config)
 
 
 @contextlib.contextmanager

@@ -393,7 +393,7 @@ def test_delta_nets_are_refused(tmp_path):
 
 def refusals(folder):
     engine, batch = make_fsdp(folder), make_batch()
-    with pytest.raises(ValueError, match="loss_weight_fn returned 0.5: must be an integer count"):
+    with pytest.raises(ValueError, match="loss_weight_fn returned 0.5: weights are integer counts"):
         engine.train_batch(batch, user_loss, lambda data: torch.tensor(0.5))
     for method in (engine.save, engine.load):
         with pytest.raises(ValueError, match="with_optimizer = True: must be False for FSDPEngine"):

@@ -14,7 +14,7 @@ import torch.nn.attention.varlen as torch_varlen
 from test_gradients import assert_same_updates, two_updates
 
 from megatron_rl import platform
-from megatron_rl.engine import attention, attention_sinks, forks, packed_rows
+from megatron_rl.engine import attention, forks, packed_rows
 from tests.kit.examples import IS_THOROUGH
 from tests.kit.models import LAYOUTS, make_engine, make_groups, make_model
 from tests.kit.ranks import run_each, run_ranks
@@ -56,7 +56,7 @@ def as_on_cuda(folder, layout, shared_keys, tokens):
         patch.setattr(flex, "_validate_device", lambda *tensors: None)
         patch.setattr(forks, "compiled", lambda: forks.flex_attention if IS_THOROUGH else whole_scores)
         patch.setattr(platform, "check_shared_keys", lambda kernel: None)
-        for kind in (attention.PackedAttention, attention_sinks.SinkAttention):
+        for kind in (attention.PackedAttention, attention.SinkAttention):
             attend = kind._in_place
             patch.setattr(kind, "_in_place", lambda *given, attend=attend: in_place.append(1) or attend(*given))
         options = {"shared_keys": shared_keys}

@@ -132,7 +132,7 @@ def bytes_to_write(state: dict[str, Any], groups: ParallelGroups, is_distributed
 
 def host_gradients(engine: MegatronEngine) -> Iterator[Tensor]:
     """Yield the host tensors to which a CPU optimizer copies gradients."""
-    for part in getattr(engine.optimizer, "chained_optimizers", [engine.optimizer]):
+    for part in engine.optimizer.chained_optimizers:
         yield from getattr(part.optimizer, "cpu_copy_map_grad", {}).values()
 
 

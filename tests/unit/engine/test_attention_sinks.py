@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.engine.attention_sinks import WithSinks
+from megatron_rl.engine.attention import WithSinks
 
 ROWS, HEADS, WIDTH = 7, 3, 4
 
