@@ -30,7 +30,6 @@ class Span:
     name: str
     begin_s: float
     end_s: float | None = None
-    """None while the span is in progress."""
     parent: Span | None = None
     place: str = ""
     """URL of the server where the work happens; empty for work of this process."""
@@ -68,17 +67,14 @@ class Spans:
         self.left_out = 0
 
     def __call__(self, row: str, name: str, *, place: str = "", **args: Any) -> Recorder:
-        """Record the `with` block as a span. Spans begun in the block, its tasks and its threads become its
-        children."""
+        """Record the `with` block as a span. Spans begun in the block, its tasks and threads become its children."""
         return Recorder(self, Span(row=row, name=name, begin_s=0.0, place=place, args=args))
 
     def begin(self, span: Span) -> None:
-        """Note that a span has begun."""
         with self._lock:
             self._open[id(span)] = span
 
     def end(self, span: Span) -> None:
-        """Note that a span has ended."""
         with self._lock:
             del self._open[id(span)]
             self._last.append(span)
@@ -93,7 +89,7 @@ class Spans:
             return sorted(self._open.values(), key=lambda span: span.begin_s)
 
     def last(self) -> list[Span]:
-        """Return the spans that ended last, in order of their ends."""
+        """Return the spans that ended last, the latest one at the end."""
         with self._lock:
             return list(self._last)
 

@@ -36,7 +36,7 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the `with` block as phase `name`, also if the block raises."""
+        """Time the `with` block as phase `name`."""
         self._charge()
         # The time up to here belongs to the outer phase, which now pauses.
         parent = self._open[-1] if self._open else None

@@ -25,7 +25,6 @@ import orjson
 import torch
 from aiohttp import web
 
-from megatron_rl.launch.listening import listen, port_number
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import Lease, Registration
 from megatron_rl.life import process_exit
@@ -39,6 +38,7 @@ from megatron_rl.tools.embedded_server.fields import field, shown
 from megatron_rl.tools.embedded_server.guard import LogRate, guard, invite_later
 from megatron_rl.tools.embedded_server.information import InformationEndpoints
 from megatron_rl.tools.embedded_server.lent_memory import MemoryEndpoints
+from megatron_rl.tools.embedded_server.listening import listen, port_number
 from megatron_rl.tools.embedded_server.peer import PeerEndpoints
 from megatron_rl.tools.embedded_server.reply_text import Text
 from megatron_rl.tools.embedded_server.request import Request
