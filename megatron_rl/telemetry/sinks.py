@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 class Sink(abc.ABC):
-    """Interface of a logger, which receives the metrics of each step and evaluation."""
+    """An external logger."""
 
     name: str
 
@@ -46,13 +46,14 @@ class TensorBoard(Sink):
         self._summary = _package("tensorboard.compat.proto.summary_pb2", self.name)
         self._writer = writer.EventFileWriter(str(folder / "tensorboard"))
         # On this event, readers drop what an earlier process logged from its step on.
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
+        self._add(first_step + 1, session_log=self._events.SessionLog(status=self._events.SessionLog.START))
+
+    def _add(self, step: int, **content: Any) -> None:
+        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, **content))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         values = [self._summary.Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        summary = self._summary.Summary(value=values)
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+        self._add(step, summary=self._summary.Summary(value=values))
         self._writer.flush()
 
     def close(self) -> None:
@@ -62,7 +63,7 @@ class TensorBoard(Sink):
 class WeightsAndBiases(Sink):
     """One Weights & Biases run. Its id is stored in folder/wandb_id, so that a resumed run continues it.
 
-    The package's environment variables decide the rest (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY).
+    The package reads its own environment variables (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY).
     """
 
     name = "wandb"
@@ -159,20 +160,22 @@ class Sinks:
             for name in config.loggers:
                 if name == TensorBoard.name:
                     self._open.append(TensorBoard(folder, first_step))
-                elif name == WeightsAndBiases.name:
-                    self._open.append(WeightsAndBiases(folder, first_step, config.project, settings))
                 else:
-                    self._open.append(Trackio(folder, first_step, config.project, settings))
+                    kind = WeightsAndBiases if name == WeightsAndBiases.name else Trackio
+                    self._open.append(kind(folder, first_step, config.project, settings))
             if config.prometheus:
                 self._open.append(Prometheus(config.prometheus, folder.name))
-        # Loggers that are already open have threads and files, which a later one's error must not leak.
-        except BaseException:
+        except BaseException:  # the loggers that are already open have threads and files
             self.close()
             raise
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Pass on the finite numbers among `metrics`."""
-        numbers = {key: float(value) for key, value in metrics.items() if _is_number(value)}
+        numbers = {
+            key: float(value)
+            for key, value in metrics.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        }
         for sink in list(self._open):
             try:
                 sink.log(step, numbers)
@@ -199,7 +202,3 @@ def _package(module: str, name: str) -> Any:
             f"{key}: cannot be used here ({error}); pip install 'megatron-rl[loggers]' brings what it needs, or leave "
             f"it out."
         ) from error
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
