@@ -47,22 +47,19 @@ SELECT_POLL_S = 0.05
 BAD_REPLIES = 4
 """Value of `Member.bad_replies` at which a server is dropped."""
 JUDGED_REPLIES, LEAST_REPLIES = 64, 16
-"""Number of a server's newest replies that are judged, and the minimum for judging. The server is dropped if half of
-them lack a log-probability."""
+"""Number of a server's newest replies that are judged, and the minimum for judging."""
 LAG_SHARE = 0.1
 """A failed query is repeated if this event loop stalled meanwhile for more than this fraction of `patience_s`."""
 MOST_STATES = 256
 """Maximum servers that `states` describes."""
 VISITS = 10
-"""Maximum retries after event-loop stalls. Without it, a loop that stalls all the time would never find a server
-dead."""
+"""Maximum retries after stalls of the event loop, so that a dead server is found even if it stalls all the time."""
 
 
 class ServerState(Enum):
     """State of a server. The table above lists the transitions."""
 
     SERVING = "serving"
-    """The server receives requests and takes part in publications."""
     LOST = "lost"
     """The server receives no requests. It is probed until it answers."""
     BEHIND = "behind"
@@ -90,9 +87,9 @@ class Member:
     is_restarted: bool = False
     """True if the server was restarted since it last took part in a publication or first named its weights."""
     is_published: bool = False
-    """True if the server has weights that were published to it, not those that it started with."""
+    """True if the server has received weights by a publication or by catching up."""
     silent_since: float | None = None
-    """Monotonic time since which checks find that the server generates nothing, or None."""
+    """Monotonic time since which checks find that the server generates nothing."""
     dropped_in: int = -1
     """Number of the publication in which the server failed, or -1."""
     trouble: str = ""
@@ -113,9 +110,8 @@ class Membership:
     ) -> None:
         """catch_up: brings a server to the current weights and returns their name, or None if no source has them.
 
-        publication: rollout.publication; servers that cannot receive weights in this way stay LOST. on_drop(url,
-        reason) is called for servers that failed a publication or cannot be trusted. on_failure(message) is called if a
-        permanent task here has ended.
+        publication: rollout.publication; servers that cannot receive weights in this way stay LOST. on_drop: see
+        ClientOptions. on_failure: see Fleet.
         """
         self._members = {server: Member(server) for server in servers}
         self.serving = list(servers)
@@ -138,10 +134,7 @@ class Membership:
         self._some_serve.set()
 
     def begin(self, patience_s: float) -> None:
-        """Start watching the servers, which have answered `probe` and serve with the weights that they named.
-
-        From now on a server that does not respond for `patience_s` is lost, together with its requests.
-        """
+        """Start watching the servers, which have answered `probe`. One that is silent for `patience_s` is lost."""
         for server, member in self._members.items():
             member.weights = server.info.weight_version if server.info else None
         self._patience_s = patience_s
@@ -190,8 +183,8 @@ class Membership:
     @property
     def needs_weights(self) -> bool:
         """True if no server serves and one that answers lacks the weights. Callable from any thread."""
-        # Copied at once, here and below, because the loop's thread may add a server meanwhile.
         answering = (ServerState.BEHIND, ServerState.CATCHING_UP)
+        # A copy, here and below, because the loop's thread may add a server meanwhile.
         return not self.serving and any(member.state in answering for member in list(self._members.values()))
 
     def troubles(self) -> str:
@@ -221,12 +214,10 @@ class Membership:
 
     def weights_of(self, server: ServerClient) -> str | None:
         """Return the last known name of the server's weights."""
-        member = self._members.get(server)
-        return None if member is None else member.weights
+        return member.weights if (member := self._members.get(server)) is not None else None
 
     def is_published(self, server: ServerClient) -> bool:
-        member = self._members.get(server)
-        return member is not None and member.is_published
+        return (member := self._members.get(server)) is not None and member.is_published
 
     def record_success(self, server: ServerClient) -> None:
         if (member := self._members.get(server)) is not None:
@@ -254,9 +245,7 @@ class Membership:
                 f"causes this, as do infinite weights: look at policy/entropy, and at the learning rate."
             )
             return
-        member.distrusted = (server.info.start if server.info else None) or ""
-        self.drop(server, reason)
-        member.dropped_in = -1  # it failed no publication
+        self._drop_until_restart(member, reason)
 
     def distrust(self, server: ServerClient, trouble: str) -> None:
         """Note a bad reply. The server becomes LOST, and is dropped if `bad_replies` reaches BAD_REPLIES."""
@@ -267,9 +256,12 @@ class Membership:
         if member.bad_replies < BAD_REPLIES:
             self.lose(server, trouble)
             return
-        member.distrusted = (server.info.start if server.info else None) or ""
         member.bad_replies = 0
-        self.drop(server, f"{BAD_REPLIES} of its replies could not be used: {trouble}")
+        self._drop_until_restart(member, f"{BAD_REPLIES} of its replies could not be used: {trouble}")
+
+    def _drop_until_restart(self, member: Member, trouble: str) -> None:
+        member.distrusted = (member.server.info.start if member.server.info else None) or ""
+        self.drop(member.server, trouble)
         member.dropped_in = -1  # it failed no publication
 
     def lose(self, server: ServerClient, trouble: str) -> None:
@@ -340,7 +332,7 @@ class Membership:
 
     def _present(self) -> list[ServerClient]:
         present = [server for server, member in self._members.items() if member.state is not ServerState.LOST]
-        # A server that failed this publication may fail it again. It is used only if no other is left.
+        # A server that failed this publication is used only if no other is left.
         return [s for s in present if self._members[s].dropped_in < self._publications] or present
 
     def mark_published(self, servers: list[ServerClient], weights: str) -> None:
@@ -401,10 +393,7 @@ class Membership:
         await self._see_it_generate(server, is_suspect)
 
     async def _see_it_generate(self, server: ServerClient, is_suspect: bool) -> None:
-        """Make a server LOST if it generates nothing.
-
-        A server whose scheduler hangs answers everything except generation requests.
-        """
+        """Make a server LOST if it generates nothing, although it answers everything else."""
         member = self._members.get(server)
         if member is None:
             return
@@ -437,7 +426,7 @@ class Membership:
         return await ask()
 
     def suspect(self) -> None:
-        """Visit all servers now, because something failed at an unknown one."""
+        """Visit all servers now, because one of them has failed and it is unknown which."""
         self._is_suspicious.set()
 
     def _watch(self, member: Member) -> None:
