@@ -67,7 +67,7 @@ class Exchange:
         self.error: Exception | None = None
         self.is_over = False
         self.connection: Connection | None = None
-        """The connection while it carries this exchange. None before, while one is being made, and after."""
+        """The connection while it carries this exchange."""
         self.is_reused = False
         """True if the connection has carried others before, so that the server may have been about to close it."""
         self._at_most, self._stream, self._size = at_most, stream, 0
@@ -99,7 +99,7 @@ class Exchange:
                 connecting.cancel()
 
     def connect(self, connecting: asyncio.Task[None]) -> None:
-        """Note the task that makes the connection. It is cancelled if the exchange fails before."""
+        """Note the task that makes the connection. It is cancelled if the exchange fails first."""
         self._connecting = connecting
         connecting.add_done_callback(self._connected)
 
@@ -117,7 +117,7 @@ class Exchange:
             self._waiter.set_result(None)
 
     def take(self, piece: bytes) -> None:
-        """Take a piece of the body. Whatever the stream raises ends the exchange."""
+        """Take a piece of the body. An exception of the stream ends the exchange."""
         try:
             if self._stream is not None and self.status == 200:
                 self._stream.take(piece)
@@ -144,7 +144,7 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        """Bytes received since the last of a body."""
+        """Bytes received since the last piece of a body."""
         self._ends_with_connection = self._is_spoilt = False
 
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:

@@ -28,13 +28,7 @@ from megatron_rl.servers.http_connections import Connections
 from megatron_rl.servers.membership import Membership
 from megatron_rl.servers.reply_check import Asked, ReplyPart, newest_of
 from megatron_rl.servers.router import Router
-from megatron_rl.servers.server_http import (
-    BadReply,
-    Busy,
-    CommandRefused,
-    ServerError,
-    UnknownLogprob,
-)
+from megatron_rl.servers.server_http import BadReply, Busy, CommandRefused, ServerError, UnknownLogprob
 from megatron_rl.servers.server_memory import ServerMemory
 from megatron_rl.support import NOT_ADJUSTED, Adjusting
 from megatron_rl.telemetry.spans import Spans
@@ -42,8 +36,7 @@ from megatron_rl.telemetry.spans import Spans
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""Seconds for which an idle connection is kept: less than uvicorn's 5 s, because a control call on a connection that
-the server is closing would be lost."""
+"""Seconds for which an idle connection is kept: less than uvicorn's 5 s, at which the server closes it."""
 PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
 """Timeout of the first health check. If it expires, the server is resumed in case it was paused. A paused SGLang needs
@@ -64,15 +57,12 @@ class ClientOptions:
     """Options of a rollout client in addition to its config."""
 
     seed: int | None = None
-    """The run's seed, from which sampling seeds are derived together with a sample's name. None: the servers choose."""
+    """The run's seed. Sampling seeds are derived from it and from a sample's name. None: the servers choose."""
     on_drop: Callable[[str, str], None] | None = None
-    """on_drop(url, reason) is called, on the event loop, for a server that failed a publication or cannot be
-    trusted."""
+    """Called on the event loop as on_drop(url, reason) for a server that failed a publication or cannot be trusted."""
     run_name: str = ""
-    """Name under which servers register in rollout.registry; they may come and go. Only the publishing client needs it.
-    Other clients follow that one, by `mark_published`."""
+    """Name under which servers register in rollout.registry. Only the publishing client needs it."""
     vocab_size: int | None = None
-    """The model's vocabulary size, if known."""
     routes: RouteForm | None = None
     """Form in which servers report the experts of tokens, if the trainer replays them."""
     trained_as: GenerationConfig | None = None
@@ -133,9 +123,9 @@ class Fleet:
         self._published: int | None = None
         self._folder: str | None = None
         self._held: dict[ServerClient, HeldWeights] = {}
-        """The weights that each server reported in this publication."""
+        """Weights that each server reported in this publication."""
         self._current: Current | None = None
-        """The weights of this client's last publication; None before the first."""
+        """Weights of this client's last publication."""
         self._watchers: list[asyncio.Task[None]] = []
         # A separate pool, because users' blocking steps may occupy the whole pool of the loop.
         self._registry_reader = ThreadPoolExecutor(1, thread_name_prefix="registry")
@@ -152,10 +142,7 @@ class Fleet:
         )
 
     async def connect(self) -> None:
-        """Query the health and properties of all servers.
-
-        Raises ServerError or RequestRefused, naming one that fails.
-        """
+        """Query all servers' properties. Raises ServerError or RequestRefused, naming one that fails."""
 
         async def greet(server: ServerClient) -> None:
             info = await server.probe(timeout_s=PROBE_TIMEOUT_S)
@@ -195,8 +182,7 @@ class Fleet:
     ) -> Asked:  # fmt: skip
         """Return the facts against which the reply to a request sent to `server` now is checked.
 
-        routed: number of leading rows whose routes are not requested. support: maximum size of a token's support; 0 if
-        supports are not requested. adjusting: the request's penalties and biases. changed: as in `Asked`.
+        routed: number of leading rows whose routes are not requested. Other arguments: as in Asked.
         """
         is_routed = self.router is not None
         return server.asked(
@@ -235,7 +221,6 @@ class Fleet:
         return self.router is None and any(other is not server for other in self.members.serving)
 
     def record_failure(self, server: ServerClient, error: ServerError) -> None:
-        """Note that a request failed on `server`."""
         if isinstance(error, Busy):  # a busy server is healthy
             return
         if self.router is not None:  # the router does not say which server failed
@@ -290,7 +275,7 @@ class Fleet:
     def enlist(self, urls: list[str]) -> None:
         """Set the fleet's servers: new ones catch up, those no longer listed are removed.
 
-        During a publication none is removed. An empty list removes none either, because nothing would be gained.
+        None is removed during a publication, or if the list is empty.
         """
         known, urls = {server.url: server for server in self.servers}, [url.rstrip("/") for url in urls]
         for url in urls:
@@ -309,8 +294,7 @@ class Fleet:
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """Run `act` on all participating servers and drop those that fail. Raises NoServerLeft if none is left.
 
-        A healthy server that refuses is dropped only if another server succeeded. If no server succeeded and some
-        refused, the command is at fault, and CommandRefused is raised.
+        If no server succeeds and some refuse, the command is at fault: these are kept, and CommandRefused is raised.
         """
         servers = list(self.members.publishing)  # a copy, because drop() below modifies the list
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
@@ -370,11 +354,10 @@ class Fleet:
                 await self.members.stop_catching_up()
 
     async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
-        """Make all responding servers hold exactly these parts of their memory. Return the URLs of failed ones.
+        """Make all servers hold exactly these parts of their memory. Drop those that fail, and return their URLs.
 
-        With all parts the servers resume. With fewer parts they are paused, requests wait, and interrupted replies are
-        requested again later. starts: URL -> number that changes with each restart of the server. Servers that fail are
-        dropped. Raises CommandRefused if all refuse.
+        With all parts the servers resume. With fewer parts they are paused and requests wait. starts: URL -> number
+        that changes with each restart of the server. Raises CommandRefused if all refuse.
         """
         self._memory.wanted = parts
         if not self._memory.is_whole:  # requests must wait before a server is paused
@@ -400,7 +383,7 @@ class Fleet:
         return list(failures)
 
     def check_publishable(self) -> None:
-        """Raise RequestRefused for the first server that cannot receive new weights."""
+        """Raise RequestRefused if a server cannot receive new weights."""
         for server in self.members.publishing:
             if server.info is not None and (why := server.info.refusal(self.config.publication)):
                 raise RequestRefused(f"{server.url}: {why}")
@@ -411,7 +394,7 @@ class Fleet:
         self.update_is_whole, self._folder, self._held = False, folder, {}
 
     def note_held(self, server: ServerClient, held: HeldWeights) -> None:
-        """Note the weights that a server reports to hold. The publisher drops the server if they are wrong."""
+        """Note the weights that a server reports. The publisher drops the server if they are wrong."""
         self._held[server] = held
 
     def _confirmed(self, servers: list[ServerClient], version: str) -> Current:
@@ -462,10 +445,7 @@ class Fleet:
         self.mark_published([server for server in servers if server.info is not None], version)
 
     def mark_published(self, servers: list[ServerClient], version: int) -> None:
-        """Note that `servers` have `version` and serve.
-
-        All others wait until they catch up or join a later publication.
-        """
+        """Note that `servers` have `version` and serve. Others must catch up or join a later publication."""
         for server in servers:
             server.cache.publish(str(version), flushed=not server.keeps_cache)
         if self.router is not None:
