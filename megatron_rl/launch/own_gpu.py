@@ -41,10 +41,7 @@ def find() -> Gpu | None:
 
 
 def set_variables(config: TrainConfig) -> None:
-    """Set environment variables that NCCL and CUDA read at their start, on a rank with a GPU.
-
-    Values that the user has set are kept.
-    """
+    """Set environment variables that NCCL and CUDA read at their start, unless the user has set them."""
     gpu = find()
     if gpu is None:
         return
@@ -56,10 +53,7 @@ def set_variables(config: TrainConfig) -> None:
 
 
 def stay_near() -> set[int]:
-    """Bind this thread, and threads that it starts, to the cores of the GPU's NUMA node. Return those cores.
-
-    If the cores are unknown, or this process may use none of them, nothing changes and the result is empty.
-    """
+    """Bind this thread, and threads that it starts, to the cores of the GPU's NUMA node. Return those cores, if any."""
     gpu = find()
     cores = cores_near(gpu.address) & os.sched_getaffinity(0) if gpu is not None else set()
     if cores:

@@ -20,7 +20,7 @@ PROGRAM = "megatron_rl.train"
 """The module that every rank runs, for every kind of training."""
 Check = Callable[[TrainConfig], object]
 Train = Callable[..., bool]
-"""Called as train(config, resume=...). Returns False if a stop signal ended the run early."""
+"""A function train(config, resume=...) that returns False if a stop signal ended the run early."""
 
 
 def resume_command(program: list[str], words: list[str]) -> str:

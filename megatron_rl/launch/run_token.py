@@ -26,8 +26,7 @@ FORM = re.compile(r"[!-~]{16,}")
 def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
     """Return the token in a file. If needed, create the file; processes that do so simultaneously get the same token.
 
-    Raises ValueError, naming `key`, the file and the remedy, if another user owns or can read the file, or if it has no
-    valid token.
+    Raises ValueError if another user owns or can read the file, or if it has no valid token. key: name for the message.
     """
     path = Path(path)
     try:

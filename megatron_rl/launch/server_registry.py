@@ -28,11 +28,9 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
 """Version of what trainers and servers must agree on: the registration's fields and the server's endpoints."""
-LEASE_S = 30.0
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.2
 MOST_BYTES = 1 << 16
-"""Maximum size of a registration file in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,7 @@ class Registration:
     url: str
     run: str
     protocol: int = PROTOCOL
-    lease_s: float = LEASE_S
+    lease_s: float = 30.0
 
 
 class Lease:
@@ -104,17 +102,13 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
         except FileNotFoundError:  # it has just unregistered
             if path.is_symlink():
                 name_once(path, "it is a link to nothing")
-        # Another user's file, or not a registration.
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # another user's file, or not a registration
             name_once(path, repr(error))
     return urls
 
 
 def read_entry(path: Path) -> tuple[dict[str, Any], float]:
-    """Return a registration file's content and modification time.
-
-    Raises ValueError or RecursionError if the file is not a valid registration.
-    """
+    """Return a registration file's content and modification time. Raises ValueError or RecursionError if invalid."""
     # Opening a named pipe must not block. The file is opened before stat so that NFS refreshes its age.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())

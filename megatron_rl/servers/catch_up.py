@@ -1,11 +1,10 @@
 """Brings a server that lacks the current weights up to date, between publications and without the trainer.
 
 The weights come from a peer that continues to serve (embedded servers), or from the folder of the last publication. The
-server gets the version's name only after it has proved that it holds the same weights as its peers. So the name never
-refers to half-loaded weights.
+server gets the version's name only after its checksums have been compared with its peers'.
 
-A publication that begins meanwhile has priority: it cancels the catch-up and waits for its end. Commands that a server
-cannot undo are awaited instead of cancelled, so that none of them arrives in the middle of the publication.
+A publication that begins meanwhile cancels the catch-up and waits for its end. Commands that a server cannot undo are
+awaited instead of cancelled, so that none of them arrives in the middle of the publication.
 """
 
 from __future__ import annotations
@@ -53,7 +52,6 @@ async def catch_up(server: ServerClient, source: ServerClient | str, current: Cu
     """Load, verify and name the weights, and resume the server. Raises ServerError if that fails."""
     assert server.info is not None
     timeout_s, load_timeout_s = config.control_timeout_s, config.start_timeout_s
-    # Cancellation is possible between two steps, and within a step only if the server itself then aborts it.
     await _to_the_end(_clear(server, timeout_s))
     if isinstance(source, str):  # SGLang continues loading even if nobody waits
         await _to_the_end(load_folder_into(server, source, UNCONFIRMED, timeout_s=load_timeout_s))

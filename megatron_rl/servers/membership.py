@@ -83,9 +83,9 @@ class Member:
     unknown_logprobs: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED_REPLIES), repr=False)
     """For each of the server's newest replies: True if the reply lacked a log-probability."""
     distrusted: str | None = None
-    """Instance ID of the server process whose replies cannot be trusted. Empty if the server reports none."""
+    """Instance ID of the server process whose replies cannot be trusted. Empty if the server reports no ID."""
     is_restarted: bool = False
-    """True if the server was restarted since it last took part in a publication or first named its weights."""
+    """True if the server was restarted since it received its weights."""
     is_published: bool = False
     """True if the server has received weights by a publication or by catching up."""
     silent_since: float | None = None
@@ -142,7 +142,7 @@ class Membership:
         self._patrol = self.lasting(self._go_round(), "the patrol of rollout servers")
 
     def lasting(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Start a permanent task. If it raises, `on_failure` is called, because nobody awaits it."""
+        """Start a permanent task. If it raises, call `on_failure`."""
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -155,9 +155,8 @@ class Membership:
 
     def add(self, server: ServerClient) -> None:
         """Add a new server. It takes part in publications once it answers, and serves once it has weights."""
-        member = Member(server, ServerState.LOST, trouble="is new")
-        self._members[server] = member
-        self._watch(member)
+        self._members[server] = Member(server, ServerState.LOST, trouble="is new")
+        self._watch(self._members[server])
 
     def _move(self, member: Member, state: ServerState) -> None:
         was_serving, member.state = member.state is ServerState.SERVING, state
@@ -228,7 +227,7 @@ class Membership:
     def record_unknown_logprob(self, server: ServerClient, trouble: str) -> None:
         """Note a reply that lacked a log-probability. Drop the server if half of its newest replies do.
 
-        The last serving server is not dropped. The policy is then the likely cause, so the run ends with that reason.
+        If no other server serves, the policy is the likely cause, so the run ends with that reason.
         """
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
@@ -295,9 +294,9 @@ class Membership:
             self._on_drop(server.url, trouble)
 
     async def select_servers(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
-        """Select the servers of the next publication: all that answer, at least one.
+        """Select the servers of the next publication: all that answer. Raises ServerError if none does in `timeout_s`.
 
-        Raises ServerError if none answers for `timeout_s`. An exception from `check` ends the wait.
+        check: called repeatedly while none answers; an exception of it ends the wait.
         """
         await self.stop_catching_up()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -403,16 +402,21 @@ class Membership:
         if self.is_publishing or not (is_suspect or (server.calls and quiet_s >= self._patience_s)):
             member.silent_since = None
             return
+        with contextlib.suppress(ServerError, RequestRefused):
+            await self._check_generation(member, timeout_s=self._patience_s)
+
+    async def _check_generation(self, member: Member, *, timeout_s: float) -> None:
+        """Raise if the server generates nothing. If it does so for `patience_s`, it becomes LOST."""
         try:
-            await self.patiently(lambda: server.check_generation(timeout_s=self._patience_s))
+            await self.patiently(lambda: member.server.check_generation(timeout_s=timeout_s))
         except (ServerError, RequestRefused) as error:
-            # Another client may have paused it.
+            # Be patient, because another client may have paused it.
             member.silent_since = member.silent_since or time.monotonic()
             if time.monotonic() - member.silent_since >= self._patience_s:
-                self.lose(server, f"generates nothing: {error}")
-                server.abandon_calls()
-        else:
-            member.silent_since = None
+                self.lose(member.server, f"generates nothing: {error}")
+                member.server.abandon_calls()
+            raise
+        member.silent_since = None
 
     async def patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Call `ask`, and retry if it failed while this event loop stalled, which looks like a server failure."""
@@ -459,7 +463,7 @@ class Membership:
                 # If another client publishes, the server may have caught up; its name alone then shows that.
                 is_as_before = self.follows or not member.is_published or server.has_same_start
                 if member.weights is not None and info.weight_version == member.weights and is_as_before:
-                    await self._check_generation(member)
+                    await self._check_generation(member, timeout_s=LOOK_TIMEOUT_S)
                     if member.weights == info.weight_version:  # otherwise a publication has overtaken it
                         if self.follows:
                             server.forget_start()
@@ -481,16 +485,6 @@ class Membership:
         # No await between the last check and this line: a publication could begin and end in between.
         member.watcher, member.silent_since = None, None
         self._move(member, ServerState.SERVING)
-
-    async def _check_generation(self, member: Member) -> None:
-        """Raise if the server generates nothing. After `patience_s` also move its requests to others."""
-        try:
-            await member.server.check_generation(timeout_s=LOOK_TIMEOUT_S)
-        except (ServerError, RequestRefused):
-            member.silent_since = member.silent_since or time.monotonic()
-            if time.monotonic() - member.silent_since >= self._patience_s:
-                member.server.abandon_calls()
-            raise
 
     async def _has_caught_up(self, member: Member) -> bool:
         """Try to bring the server to the current weights. A server that fails is retried less and less often."""

@@ -1,8 +1,7 @@
 """The servers of one client, controlled together: pause, resume and publication. All coroutines run on one loop.
 
 A server that fails a command is dropped, and the others continue. After an update that did not reach every
-participating server, none receives requests until a later update is complete. A server that returns between
-publications is brought to the current weights, if this client has published them.
+participating server, none receives requests until a later update is complete.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from typing import Any
 
 from megatron_rl.api import HeldWeights, NoServerLeft, RequestRefused
 from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.launch import open_files
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import registered_urls
 from megatron_rl.routes import RouteForm
@@ -39,8 +38,8 @@ KEEPALIVE_S = 2.0
 """Seconds for which an idle connection is kept: less than uvicorn's 5 s, at which the server closes it."""
 PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
-"""Timeout of the first health check. If it expires, the server is resumed in case it was paused. A paused SGLang needs
-20 s to report that it is unhealthy, and resuming a server that is merely slow does no harm."""
+"""Timeout of the first health check, after which the server is resumed in case it was paused. A paused SGLang needs
+20 s to report that it is unhealthy."""
 REGISTRY_EVERY_S = 2.0
 ROUTER_TIMEOUT_S = 60.0
 ROUTER_RETRY_S = 1.0
@@ -455,7 +454,5 @@ class Fleet:
 
 def most_requests() -> int:
     """Return how many concurrent requests this process has file descriptors for."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return 2**31
+    limit = open_files.limit()
     return max(1, limit // 4, limit - FILES_FOR_OTHERS)

@@ -78,14 +78,9 @@ class Sample:
     turns: list[Turn] = field(default_factory=list)
     """All parts of a dialogue with several replies."""
 
-    @property
-    def said(self) -> str:
-        """Text that the policy wrote, in all its turns."""
-        return "".join(turn.text for turn in self.turns if turn.by == "policy") or self.reply
-
 
 class _Console(Console):
-    """A console that survives a closed pipe, as after `| head`: output is then discarded and the run continues."""
+    """A console that discards its output once its pipe is closed, as after `| head`."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

@@ -58,9 +58,9 @@ class Spans:
                 ...
     """
 
-    def __init__(self, most: int = SPANS_RECORDED, on_end: Callable[[Span], None] = lambda span: None) -> None:
+    def __init__(self, on_end: Callable[[Span], None] = lambda span: None) -> None:
         """on_end is called with each span that ends, in that span's thread and context."""
-        self._most, self._on_end, self._lock = most, on_end, threading.Lock()
+        self._on_end, self._lock = on_end, threading.Lock()
         self._open: dict[int, Span] = {}
         self._last: deque[Span] = deque(maxlen=SPANS_REMEMBERED)
         self._recorded: list[Span] | None = None
@@ -108,14 +108,14 @@ class Spans:
             return copied(recorded)
 
     def _keep(self, span: Span, recorded: list[Span]) -> None:
-        if len(recorded) < self._most:
+        if len(recorded) < SPANS_RECORDED:
             recorded.append(span)
         else:
             self.left_out += 1
 
 
 class Recorder(AbstractContextManager[Span]):
-    """Records its `with` block as a span. A class, because a generator takes twice as long, three times per reply."""
+    """Records its `with` block as a span. It is a class because a generator takes twice as long."""
 
     def __init__(self, spans: Spans, span: Span) -> None:
         self._spans, self._span = spans, span
