@@ -46,10 +46,8 @@ class Registration:
 class Lease:
     """Context manager that keeps a server registered. A thread renews the lease for as long as `is_well()` is true.
 
-    For example:
-
-        with Lease("runs/demo/registry", Registration(url="http://10.0.0.2:30000", run="demo"), is_well=server.answers):
-            server.wait()  # meanwhile registered_urls("runs/demo/registry", "demo") has the URL
+    with Lease("runs/demo/registry", Registration(url="http://10.0.0.2:30000", run="demo"), is_well=server.answers):
+        server.wait()  # meanwhile registered_urls("runs/demo/registry", "demo") has the URL
     """
 
     def __init__(self, folder: str | Path, registration: Registration, *, is_well: Callable[[], bool]) -> None:

@@ -63,7 +63,6 @@ class Container:
         return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={Path.cwd()}"]
 
     def command(self, arguments: Sequence[str], *, has_gpus: bool) -> list[str]:
-        """Return the command that runs the image's Python with these arguments."""
         python = ["python3", *arguments]
         if self.runtime == "pyxis":
             return python

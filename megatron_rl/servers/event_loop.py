@@ -21,11 +21,9 @@ LEAST_BLOCKING_STEPS, MOST_BLOCKING_STEPS = 64, 1024
 class EventLoopThread:
     """An event loop with its daemon thread. `run` and `submit` are for other threads.
 
-    For example:
-
-        thread = EventLoopThread("rollout")
-        print(thread.run(asyncio.sleep(1, "slept")))
-        thread.stop()
+    thread = EventLoopThread("rollout")
+    print(thread.run(asyncio.sleep(1, "slept")))
+    thread.stop()
     """
 
     def __init__(self, name: str, *, blocking_steps: int = LEAST_BLOCKING_STEPS) -> None:

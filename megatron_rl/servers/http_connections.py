@@ -67,7 +67,6 @@ class Exchange:
         self.error: Exception | None = None
         self.is_over = False
         self.connection: Connection | None = None
-        """The connection while it carries this exchange."""
         self.is_reused = False
         """True if the connection has carried others before, so that the server may have been about to close it."""
         self._at_most, self._stream, self._size = at_most, stream, 0
@@ -111,7 +110,6 @@ class Exchange:
             self.fail(error if isinstance(error, Exception) else ConnectionAbortedError(str(error)))
 
     def finish(self) -> None:
-        """Wake whoever waits."""
         self.is_over, self.connection = True, None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
@@ -222,13 +220,11 @@ class Connection(asyncio.Protocol):
 class Connections:
     """All connections of one client.
 
-    For example:
-
-        connections = Connections({"Authorization": "Bearer ..."}, keepalive_s=2.0)
-        exchange = Exchange(at_most=1000)
-        connections.send(exchange, connections.origin("http://127.0.0.1:30000"), "GET", "/health", b"", "")
-        await exchange.wait()  # exchange.status, exchange.pieces
-        connections.close()
+    connections = Connections({"Authorization": "Bearer ..."}, keepalive_s=2.0)
+    exchange = Exchange(at_most=1000)
+    connections.send(exchange, connections.origin("http://127.0.0.1:30000"), "GET", "/health", b"", "")
+    await exchange.wait()  # exchange.status, exchange.pieces
+    connections.close()
     """
 
     def __init__(self, headers: dict[str, str], *, keepalive_s: float) -> None:

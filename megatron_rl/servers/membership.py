@@ -77,7 +77,6 @@ class Member:
     weights: str | None = None
     """Name of the weights with which it may serve again. None if it must receive weights first."""
     failures: int = 0
-    """Failures since the server's last good reply."""
     bad_replies: int = 0
     """Count of bad replies, from which each later good reply subtracts one. Never below 0."""
     unknown_logprobs: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED_REPLIES), repr=False)
@@ -187,7 +186,6 @@ class Membership:
         return not self.serving and any(member.state in answering for member in list(self._members.values()))
 
     def troubles(self) -> str:
-        """Describe the problems of the servers that do not serve."""
         return "; ".join(m.trouble for m in self._members.values() if m.state is not ServerState.SERVING)
 
     def states(self) -> list[dict[str, Any]]:

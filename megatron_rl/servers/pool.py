@@ -77,14 +77,12 @@ ALONE = ClientOptions()
 class Fleet:
     """The servers of one client. Create it on its event loop, call `connect` first and `close` last.
 
-    For example:
-
-        await fleet.connect()
-        await fleet.members.select_servers(timeout_s=60.0)
-        await fleet.pause()
-        fleet.begin_update()
-        await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=60.0))
-        fleet.finish_update(version=1)  # then `await fleet.resume()`: replies are of version 1
+    await fleet.connect()
+    await fleet.members.select_servers(timeout_s=60.0)
+    await fleet.pause()
+    fleet.begin_update()
+    await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=60.0))
+    fleet.finish_update(version=1)  # then `await fleet.resume()`: replies are of version 1
     """
 
     def __init__(
@@ -122,9 +120,7 @@ class Fleet:
         self._published: int | None = None
         self._folder: str | None = None
         self._held: dict[ServerClient, HeldWeights] = {}
-        """Weights that each server reported in this publication."""
         self._current: Current | None = None
-        """Weights of this client's last publication."""
         self._watchers: list[asyncio.Task[None]] = []
         # A separate pool, because users' blocking steps may occupy the whole pool of the loop.
         self._registry_reader = ThreadPoolExecutor(1, thread_name_prefix="registry")

@@ -74,9 +74,7 @@ class Asked:
     late: int = 0
     """Number of leading tokens of a span that were sampled before the server changed the version's name."""
     routes: RouteForm | None = None
-    """Form of the routes in the reply, if they were requested."""
     routes_from: int = 0
-    """First row for which routes were requested."""
     support: int = 0
     """Maximum size of a token's support, if supports were requested."""
     adjusting: Adjusting = NOT_ADJUSTED
@@ -121,7 +119,6 @@ class ReplyPart:
     right_guesses: int = 0
     """Number of guessed tokens that are tokens of the reply."""
     timing: dict[str, float] = field(default_factory=dict)
-    """The times named in TIMING that the server reports."""
 
 
 class NoLogprob(ValueError):
@@ -366,7 +363,6 @@ def finish_of(meta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def check_finish(kind: str, finish: dict[str, Any], ids: Tensor, asked: Asked) -> None:
-    """Check that the finish reason is consistent with the tokens."""
     if kind == "stop":
         matched, last = finish.get("matched"), int(ids[-1])
         if not (type(matched) is int and matched == last) and not (type(matched) is str and matched in asked.stop):

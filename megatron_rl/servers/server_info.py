@@ -51,7 +51,6 @@ class ServerInfo:
     gives_text: bool
     quantization: str | None
     gives_routes: bool
-    """True if the server reports the experts of each token."""
     streams_whole: bool
     """True if each event of a stream repeats the whole reply so far."""
     counts_late: bool

@@ -96,11 +96,9 @@ class ServerLauncher:
     threads_per_server: int = 1
     host: str = "127.0.0.1"
     devices: list[list[str]] | None = None
-    """GPUs of each server."""
     routes: RouteForm | None = None
     """Form in which the servers report the experts of tokens."""
     draft: DraftConfig = field(default_factory=DraftConfig)
-    """Draft head that the trainer publishes, if any."""
     draft_folder: Path | None = None
     """Folder with the head's config.json, which SGLang reads at its start."""
 

@@ -41,12 +41,10 @@ STEADY_S = 600.0
 class Supervisor:
     """Runs `config.server_count` servers of one model, in a `with` block or between `start` and `stop`.
 
-    For example:
-
-        with Supervisor(RolloutConfig(server_count=2), "models/mine", "runs/mine/servers") as supervisor:
-            print(supervisor.urls, supervisor.token_file)
-            with supervisor.publication():  # a server that generates nothing now is paused and does not hang
-                ...
+    with Supervisor(RolloutConfig(server_count=2), "models/mine", "runs/mine/servers") as supervisor:
+        print(supervisor.urls, supervisor.token_file)
+        with supervisor.publication():  # a server that generates nothing now is paused and does not hang
+            ...
     """
 
     def __init__(

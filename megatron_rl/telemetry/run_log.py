@@ -34,7 +34,6 @@ from megatron_rl.telemetry.sinks import Sinks
 logger = logging.getLogger(__name__)
 METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.yaml"
 COLUMNS = (
-    # heading, metric, format
     ("reward", "reward/mean", ".3f"),
     ("length", "rollout/reply_tokens", ",.0f"),
     ("tokens/s", "rollout/tokens_per_s", ",.0f"),
@@ -281,7 +280,6 @@ class Cell:
 
 
 def is_notebook() -> bool:
-    """Return True inside a notebook kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
 

@@ -50,12 +50,10 @@ _inside: ContextVar[tuple[Spans, Span] | None] = ContextVar("inside", default=No
 class Spans:
     """The spans of one process, from any thread.
 
-    For example:
-
-        spans = Spans()
-        with spans("episodes", "prompt 7"):
-            with spans("rewards", "last_number"):  # within the episode
-                ...
+    spans = Spans()
+    with spans("episodes", "prompt 7"):
+        with spans("rewards", "last_number"):  # within the episode
+            ...
     """
 
     def __init__(self, on_end: Callable[[Span], None] = lambda span: None) -> None:

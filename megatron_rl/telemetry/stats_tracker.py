@@ -79,7 +79,6 @@ class StatsTracker:
         self._add(name, number, 1.0)
 
     def scalar(self, **values: float | Tensor) -> None:
-        """Call `log_metric` for each name and value."""
         for name, value in values.items():
             self.log_metric(name, value)
 
