@@ -17,7 +17,8 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -43,45 +44,42 @@ class Registration:
     lease_s: float = 30.0
 
 
-class Lease:
-    """Context manager that keeps a server registered. A thread renews the lease for as long as `is_well()` is true.
+@contextmanager
+def registered(folder: str | Path, registration: Registration, *, is_well: Callable[[], bool]) -> Iterator[Path]:
+    """Keep a server registered inside the `with` block, and yield its file.
 
-    with Lease("runs/demo/registry", Registration(url="http://10.0.0.2:30000", run="demo"), is_well=server.answers):
-        server.wait()  # meanwhile registered_urls("runs/demo/registry", "demo") has the URL
+        with registered("runs/demo/registry", Registration(url="http://a:30000", run="demo"), is_well=server.answers):
+            server.wait()  # meanwhile registered_urls("runs/demo/registry", "demo") has the URL
+
+    A thread renews the lease for as long as `is_well()` is true.
     """
+    path = Path(folder) / f"{re.sub('[^0-9A-Za-z.]+', '-', registration.url)}.json"
+    ended = threading.Event()
 
-    def __init__(self, folder: str | Path, registration: Registration, *, is_well: Callable[[], bool]) -> None:
-        self.folder, self.registration, self.is_well = Path(folder), registration, is_well
-        self.path = self.folder / f"{re.sub('[^0-9A-Za-z.]+', '-', registration.url)}.json"
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+    def renew() -> None:
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(asdict(registration)))
+        os.utime(aside)  # without an explicit time, NFS uses the server's clock
+        aside.replace(path)
 
-    def __enter__(self) -> Lease:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._renew()
-        self._thread = process_exit.start_thread(self._keep, name="lease")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-        self.path.unlink(missing_ok=True)
-
-    def _keep(self) -> None:
-        while not self._ended.wait(self.registration.lease_s / RENEWALS_PER_LEASE):
-            if not self.is_well():
+    def keep() -> None:
+        while not ended.wait(registration.lease_s / RENEWALS_PER_LEASE):
+            if not is_well():
                 continue
             try:
-                self._renew()
+                renew()
             except OSError as error:  # the next renewal may still be in time
-                logger.warning("%s: the lease was not renewed: %s", self.path, error)
+                logger.warning("%s: the lease was not renewed: %s", path, error)
 
-    def _renew(self) -> None:
-        aside = self.path.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(asdict(self.registration)))
-        os.utime(aside)  # without an explicit time, NFS uses the server's clock
-        aside.replace(self.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    renew()
+    thread = process_exit.start_thread(keep, name="lease")
+    try:
+        yield path
+    finally:
+        ended.set()
+        thread.join()
+        path.unlink(missing_ok=True)
 
 
 def registered_urls(folder: str | Path, run: str) -> list[str]:
