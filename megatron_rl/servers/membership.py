@@ -434,15 +434,15 @@ class Membership:
     def _watch(self, member: Member) -> None:
         self._stop_watching(member)
 
-        def look(task: asyncio.Task[None]) -> None:  # a bug of ours must not end the watch
-            if not task.cancelled() and (error := task.exception()) is not None:
-                member.failures, member.trouble = member.failures + 1, f"{type(error).__name__}: {error}"
-                logger.error("the watch over %s begins again", member.server.url, exc_info=error)
-                if self._members.get(member.server) is member:  # not removed meanwhile
-                    self._watch(member)
+        async def watch() -> None:
+            while member.state is not ServerState.SERVING:
+                try:
+                    await self._look_after(member)
+                except Exception as error:  # a bug of ours must not end the watch
+                    member.failures, member.trouble = member.failures + 1, f"{type(error).__name__}: {error}"
+                    logger.error("the watch over %s begins again", member.server.url, exc_info=error)
 
-        member.watcher = asyncio.get_running_loop().create_task(self._look_after(member))
-        member.watcher.add_done_callback(look)
+        member.watcher = asyncio.get_running_loop().create_task(watch())
 
     def _stop_watching(self, member: Member) -> None:
         if member.watcher is not None:

@@ -7,7 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 is_counted = ContextVar("is_counted", default=True)
 """False inside evaluation episodes, which do not count towards a step's rollout metrics."""
@@ -40,11 +40,11 @@ Fractions = dict[str, tuple[float, float]]
 class Counts:
     """One client's counts over a period."""
 
-    seconds: float
-    sums: dict[str, float]
+    seconds: float = 0.0
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sums by name. Names that begin with `rollout/` are reported as metrics unchanged."""
-    most: dict[str, float]
-    observed: Fractions
+    most: dict[str, float] = field(default_factory=dict)
+    observed: Fractions = field(default_factory=dict)
     """Name -> (total, number of observations), reported as the mean."""
 
 
@@ -95,9 +95,7 @@ class RolloutMetrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[str, float] = defaultdict(float)
-        self._most: dict[str, float] = {}
-        self._observed: Fractions = {}
+        self._counts = Counts()
         self._in_flight = 0
         self._busy_since = self._taken = time.monotonic()
 
@@ -106,7 +104,7 @@ class RolloutMetrics:
             return
         with self._lock:
             for name, amount in amounts.items():
-                self._sums[name] += amount
+                self._counts.sums[name] += amount
 
     def at_least(self, **values: float) -> None:
         """Record values by name. The maximum of each name is reported."""
@@ -114,7 +112,7 @@ class RolloutMetrics:
             return
         with self._lock:
             for name, value in values.items():
-                self._most[name] = max(value, self._most.get(name, value))
+                self._counts.most[name] = max(value, self._counts.most.get(name, value))
 
     def observe(self, values: dict[str, float]) -> None:
         """Record one value per metric. Each metric is reported as its mean over the calls."""
@@ -122,8 +120,8 @@ class RolloutMetrics:
             return
         with self._lock:
             for name, value in values.items():
-                total, count = self._observed.get(name, (0.0, 0.0))
-                self._observed[name] = (total + value, count + 1)
+                total, count = self._counts.observed.get(name, (0.0, 0.0))
+                self._counts.observed[name] = (total + value, count + 1)
 
     def enter(self) -> None:
         """Record that a request was sent."""
@@ -137,11 +135,9 @@ class RolloutMetrics:
         """Return the counts since the last call and reset them."""
         with self._lock:
             self._accrue()
+            counts, self._counts = self._counts, Counts()
             # `_accrue` has just set _busy_since to now, so both periods end at the same moment.
-            seconds, self._taken = self._busy_since - self._taken, self._busy_since
-            # Requests in flight stay counted: their remaining time belongs to the next call.
-            counts = Counts(seconds=seconds, sums=dict(self._sums), most=self._most, observed=self._observed)
-            self._sums, self._most, self._observed = defaultdict(float), {}, {}
+            counts.seconds, self._taken = self._busy_since - self._taken, self._busy_since
         return counts
 
     def _change_in_flight(self, by: int) -> None:
@@ -154,5 +150,5 @@ class RolloutMetrics:
         now = time.monotonic()
         # Charge at each change of the number in flight, so that time with several requests counts once.
         if self._in_flight:
-            self._sums["generating_s"] += now - self._busy_since
+            self._counts.sums["generating_s"] += now - self._busy_since
         self._busy_since = now
