@@ -1,7 +1,6 @@
 """Counts the cores that are free for a process that starts now.
 
 If a program's parallel loops use more threads than there are free cores, it is ten times slower than with one thread.
-Each step of such a loop waits for the thread that the system schedules last.
 """
 
 from __future__ import annotations
@@ -16,13 +15,10 @@ LOOK_S = 0.2
 
 
 def free_cores() -> int:
-    """Return the number of free cores, at least 1.
-
-    Free cores are those that this process may use, by affinity and container quota, minus the busy ones. Busy cores
-    are measured in two ways, and the lower result counts, because each may be too high. The load of the last minute
-    includes processes that have just ended, and the current use includes ranks that start at the same time.
-    """
+    """Return how many cores this process may use, by affinity and container quota, that are not busy. At least 1."""
     usable = min(float(len(os.sched_getaffinity(0))), quota())
+    # Both may be too high: the load of the last minute includes processes that have just ended, and the current use
+    # includes ranks that start at the same time.
     busy = min(os.getloadavg()[0], busy_cores())
     return max(1, round(usable - busy))
 

@@ -1,7 +1,6 @@
 """The run's token, which authorizes changes to its servers, in a file that only its owner may read.
 
-Servers, trainer and clients get the file's path and read it themselves. The token never appears in a command line,
-environment variable, config, registry entry or log.
+Processes get only the file's path. The token never appears in a command line, environment variable, config or log.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Registry of rollout servers: a folder shared by trainers and servers.
 
-Each server has one JSON file, which names the server's run, so that other runs ignore it. The file is written under
-another name and then renamed. A server rewrites its file to renew its lease, and removes it at its end. A file older
-than its lease belongs to a lost server. Ages are measured by the file system's clock only, because the clocks of two
-hosts may differ by more than a lease.
+Each server has one JSON file, which names the server's run. A server rewrites its file to renew its lease, and removes
+it at its end. A file older than its lease belongs to a lost server. Ages are measured by the file system's clock,
+because the clocks of two hosts may differ by more than a lease.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     sbatch --nodes 12 scripts/train_grpo.sh configs/count_grpo.yaml          # the batch script calls this module
 
 This module runs on the job's first node. Servers register in a folder, where trainers also find servers of other jobs.
-Supervised and preference training use no servers. On a stop signal (`--signal`, preemption), the trainer saves. Then
-the job is requeued and resumes with `--resume auto`. A step is stopped through its own srun process.
+On a stop signal (`--signal`, preemption), the trainer saves. Then the job is requeued and resumes.
 """
 
 from __future__ import annotations

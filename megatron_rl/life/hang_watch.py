@@ -2,12 +2,8 @@
 
 Ranks share a key-value store. When a phase exceeds run.phase_timeout_s on any rank, every rank writes its stacks and
 last events to run.folder/hang and its current state to the store. Rank 0 compares the phases that the ranks entered
-and the collectives that torch's flight recorder saw. Then the run ends.
-
-Other limits normally act long before this one, unless run.phase_timeout_s is the shortest. Requests
-(rollout.request_timeout_s), rewards (reward_timeout_s), agents (agent_timeout_s) and environments (step_timeout_s) have
-deadlines after which their episode is retried. The supervisor restarts a server that is silent for
-rollout.health_timeout_s. How the run ends:
+and the collectives that torch's flight recorder saw. The shorter limits of requests, rewards, agents, environments and
+servers normally act long before that. How the run ends:
 
     all ranks answer and wait for rollouts    they abandon the step as after a stop signal: the checkpoint has the state
                                               at the step's start, and the exit code (75) says that it can be resumed

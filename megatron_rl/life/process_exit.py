@@ -109,8 +109,8 @@ def stop(message: str, code: int = 1) -> None:
 def run_and_end(main: Callable[[], object]) -> NoReturn:
     """Call `main` and end the process like `sys.exit`, but skip the interpreter's finalization.
 
-    Finalization unwinds daemon threads that return from C++, which aborts the process. Such a thread may exist: one
-    that releases a gloo group waits for the group's lost peer.
+    Finalization would abort the process if a daemon thread returns from C++ meanwhile, such as one that releases a gloo
+    group and waits for a lost peer.
     """
     code: object = 0
     try:

@@ -95,8 +95,8 @@ class RunLog:
             log.log_step(0, {"reward/mean": 0.5}, samples=[])
             log.log_evaluation(1, "held_out", {"accuracy": 0.25})
 
-    `first_step` > 0 continues the folder's log, dropping entries of later steps, which will run again. With
-    `first_step` 0, an earlier run's files are renamed to `previous-*`.
+    first_step: if above 0, continue the folder's log without the entries of later steps, which will run again. If 0,
+    rename an earlier run's files to `previous-*`.
     """
 
     def __init__(

@@ -17,8 +17,8 @@ class PhaseTimers:
             ...
         timers.snapshot()  # {"time/rollout": 1.2, "time/step": 1.3}
 
-    A nested phase pauses the outer one, so that a step's phases never add up to more than the step. Times are measured
-    on the host: a phase that does not wait for a GPU result ends when its work is queued.
+    A nested phase pauses the outer one, so that a step's phases never add up to more than the step. A phase that does
+    not wait for a GPU result ends when its work is queued.
     """
 
     def __init__(

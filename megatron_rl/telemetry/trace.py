@@ -1,17 +1,12 @@
 """Writes one step as a Chrome trace for ui.perfetto.dev or chrome://tracing: trace/step-N.json.gz.
 
-A process in the trace is one of three:
-
-- A trainer rank shows its phases. Rank 0 also shows weight publications.
-- A rollout process shows episodes, replies with their calls, and rewards.
-- A server shows requests, control commands and pauses.
-
-Arrows lead from a call to the server's request, and from a publication to each server's first request of that version.
+A trainer rank shows its phases, and rank 0 also weight publications. A rollout process shows episodes, replies with
+their calls, and rewards. A server shows requests, control commands and pauses. Arrows lead from a call to the server's
+request, and from a publication to each server's first request of that version.
 
 Times are on the clock of rank 0's host. Processes of one host share CLOCK_MONOTONIC. A rank on another host compares
-its clock just after a barrier. A server reports wall-clock times, and is assumed to share its client's clock. If a call
-contradicts that, the offset is set by the midpoint of the call that spent the least time outside of the server
-(`clock_offset`). A request for which the server reports only a duration is drawn in the middle of its call.
+its clock just after a barrier. A server reports wall-clock times, and is assumed to share its client's clock unless a
+call contradicts that (`clock_offset`).
 """
 
 from __future__ import annotations
@@ -127,14 +122,13 @@ def server_requests(spans: list[Span], wall_minus_client_s: float) -> dict[str, 
 
 
 def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
-    """Return the offset from a server's wall clock to the clock of the client that made these calls.
+    """Return the offset from a server's wall clock to its client's clock: the client's own, unless calls contradict it.
 
-    This is the client's own offset unless the calls contradict it.
+    Then it is set by the midpoint of the call that spent the least time outside of the server, which errs least.
     """
     told = [call for call in calls if "request_received_ts" in call.args["timing"]]
     if not told:
         return -wall_minus_client_s
-    # The call with the least time outside of the server bounds the midpoint's error best.
     call = min(told, key=on_the_way_s)
     timing = call.args["timing"]
     middle = timing["request_received_ts"] + timing["e2e_latency"] / 2
@@ -144,7 +138,7 @@ def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
 
 
 def on_the_way_s(call: Span) -> float:
-    """Return the part of a call's time that was spent outside of the server."""
+    """Return the time of a call outside of the server."""
     return ended(call) - call.begin_s - float(call.args["timing"]["e2e_latency"])
 
 
@@ -158,7 +152,7 @@ def request_spans(call: Span, offset_s: float) -> Iterator[Span]:
     timing, took = call.args["timing"], call.args["timing"]["e2e_latency"]
     if "request_received_ts" in timing:
         begin = timing["request_received_ts"] + offset_s
-    else:
+    else:  # draw it in the middle of its call
         begin = (call.begin_s + ended(call) - took) / 2
     shown = ("version", "tokens", "cached_tokens", "stop_reason")
     args = {key: call.args[key] for key in shown if key in call.args}
