@@ -119,7 +119,8 @@ class Membership:
         """Counts changes of `publishing`. A weight-update group created under another number is obsolete."""
         self._catch_up, self._publication, self._on_drop = catch_up, publication, on_drop
         self._on_failure = on_failure or logger.error
-        self._may_catch_up = True
+        self.may_catch_up = True
+        """False from `select_servers` to the end of the publication, and while servers have lent their memory."""
         self._patience_s = math.inf
         self.follows = False
         """True if another client publishes. This client may learn of a publication later than the servers."""
@@ -310,22 +311,14 @@ class Membership:
             self.publishing = present
 
     async def stop_catching_up(self) -> None:
-        """Stop servers from catching up until `mark_published` or `allow_catching_up`. Waits until none does."""
-        self._may_catch_up = False  # first: no other may begin during the wait below
+        """Stop servers from catching up, also those that do so now. Waits for their ends."""
+        self.may_catch_up = False  # first: no other may begin during the wait below
         for member in [member for member in self._members.values() if member.state is ServerState.CATCHING_UP]:
             if member.watcher is not None:
                 member.watcher.cancel()
                 await asyncio.wait([member.watcher])
             if member.state is not ServerState.SERVING:  # otherwise it finished before the cancellation
                 self._watch(member)
-
-    def allow_catching_up(self) -> None:
-        self._may_catch_up = True
-
-    @property
-    def is_publishing(self) -> bool:
-        """True from `select_servers` to the end of the publication."""
-        return not self._may_catch_up
 
     def _present(self) -> list[ServerClient]:
         present = [server for server, member in self._members.items() if member.state is not ServerState.LOST]
@@ -347,7 +340,7 @@ class Membership:
                 if member.state is ServerState.SERVING:
                     self.lose(server, "left out of a publication")
         self._publications += 1
-        self._may_catch_up = True
+        self.may_catch_up = True
 
     def close(self) -> None:
         self._beat.end()
@@ -373,35 +366,30 @@ class Membership:
     async def _visit(self, server: ServerClient, is_suspect: bool) -> None:
         # Weight names are comparable only if no publication was in progress at any time between question and answer.
         published, publications = self.weights_of(server), self._publications
-        may_compare = not self.is_publishing
+        may_compare = self.may_catch_up
         try:
             weights = await self.patiently(lambda: server.give_sign_of_life(timeout_s=self._patience_s))
         except ServerError as error:
             self.lose(server, str(error))
             server.abandon_calls()
             return
-        may_compare = may_compare and not self.is_publishing and publications == self._publications
+        may_compare = may_compare and self.may_catch_up and publications == self._publications
         if may_compare and None not in (weights, published) and weights != published:
             # The other client, which publishes, has updated it. `mark_published` will tell this client.
             is_ahead = VERSION.fullmatch(str(weights)) and VERSION.fullmatch(str(published))
             if not (self.follows and is_ahead and int(str(weights)) > int(str(published))):
                 self.lose(server, f"has weights {weights!r}, and was published {published!r}")
                 return
-        await self._see_it_generate(server, is_suspect)
-
-    async def _see_it_generate(self, server: ServerClient, is_suspect: bool) -> None:
-        """Make a server LOST if it generates nothing, although it answers everything else."""
-        member = self._members.get(server)
-        if member is None:
+        if (member := self._members.get(server)) is None:
             return
         quiet_s = time.monotonic() - max(server.last_reply_s, server.busy_since)
         is_suspect = is_suspect or member.silent_since is not None
         # A paused server generates nothing. An idle one is not checked, as the check makes SGLang generate a token.
-        if self.is_publishing or not (is_suspect or (server.calls and quiet_s >= self._patience_s)):
+        if self.may_catch_up and (is_suspect or (server.calls and quiet_s >= self._patience_s)):
+            with contextlib.suppress(ServerError, RequestRefused):
+                await self._check_generation(member, timeout_s=self._patience_s)
+        else:
             member.silent_since = None
-            return
-        with contextlib.suppress(ServerError, RequestRefused):
-            await self._check_generation(member, timeout_s=self._patience_s)
 
     async def _check_generation(self, member: Member, *, timeout_s: float) -> None:
         """Raise if the server generates nothing. If it does so for `patience_s`, it becomes LOST."""
@@ -474,7 +462,7 @@ class Membership:
                     # The process in the weight group is another one.
                     member.is_restarted, self.number = True, self.number + 1
                 self._move(member, ServerState.BEHIND)
-                if self._may_catch_up and member.distrusted is None and await self._has_caught_up(member):
+                if self.may_catch_up and member.distrusted is None and await self._has_caught_up(member):
                     break
             except (ServerError, RequestRefused) as error:
                 member.trouble = str(error)

@@ -235,8 +235,9 @@ class Fleet:
             self.members.lose(server, f"gave no reply at all for {time.monotonic() - since:.3g} s")
 
     async def _tell_router(self) -> None:
-        """Make the router send requests to the serving servers only."""
-        assert self.router is not None
+        """Make the router, if there is one, send requests to the serving servers only."""
+        if self.router is None:
+            return
         self.members.changed.clear()  # cleared first, so that changes during the call are sent next
         try:
             await self.router.serve_with([server.url for server in self.members.serving], timeout_s=ROUTER_TIMEOUT_S)
@@ -278,7 +279,7 @@ class Fleet:
                 logger.info("%s is a new rollout server", url)
                 self.servers.append(self._client(url))
                 self.members.add(self.servers[-1])
-        if urls and not self.members.is_publishing:
+        if urls and self.members.may_catch_up:
             for server in [server for url, server in known.items() if url not in urls]:
                 logger.warning("%s has left the registry", server.url)
                 self.servers.remove(server)
@@ -339,11 +340,10 @@ class Fleet:
                 self._current = self._confirmed(servers, str(version))
                 self.mark_published(servers, version)
                 self._published = None
-                if self.router is not None:
-                    with contextlib.suppress(ServerError):  # it is told again later
-                        await self._tell_router()
+                with contextlib.suppress(ServerError):  # it is told again later
+                    await self._tell_router()
             if self._memory.is_whole:
-                self.members.allow_catching_up()
+                self.members.may_catch_up = True
                 self.open.set()  # last: by now the router and other followers know the servers
             else:  # mark_published has allowed it, but the trainer has the devices
                 await self.members.stop_catching_up()
@@ -373,7 +373,7 @@ class Fleet:
             try:
                 await self.resume()
             except NoServerLeft:  # replies wait for restarted servers, which wait for a publication
-                self.members.allow_catching_up()
+                self.members.may_catch_up = True
                 self.open.set()
         return list(failures)
 
@@ -407,8 +407,7 @@ class Fleet:
         source = source_for(server, self.members.serving, current) if current is not None else None
         if current is None or source is None:
             return None
-        if self.router is not None:  # otherwise partial replies that it aborts now could be accepted
-            await self._tell_router()
+        await self._tell_router()  # otherwise partial replies that the server aborts now could be accepted
         server.forget_start()
         await server.check_start(timeout_s=self.config.control_timeout_s)  # this instance takes the weights
         await catch_up(server, source, current, self.config)
