@@ -19,39 +19,35 @@ ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 
 
 def register_routes() -> None:
-    """Add the routing weights of experts to replies (R3 with experts_and_weights)."""
+    """Add the routing weights of experts to replies (R3 with experts_and_weights).
+
+    SGLang captures experts as int32 and needs only the lowest bits. The weights travel in the others (routes.py).
+    """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    capture = CaptureWithWeights()
-    for function in ("_post_process_topk_ids", "build_precomputed_topk_output"):
-        HookRegistry.register(f"{TOPK}.{function}", capture.note_weights, HookType.AROUND)
-    HookRegistry.register(f"{TOPK}.capture_routed_experts_if_allowed", capture.capture, HookType.AROUND)
+    weights: Tensor | None = None
 
-
-class CaptureWithWeights:
-    """Hooks around two SGLang functions: the outer one has the routing weights, the inner one captures the ids.
-
-    Ids are int32, of which SGLang needs only the lowest bits. The weights travel in the others (megatron_rl/routes.py).
-    """
-
-    def __init__(self) -> None:
-        self.weights: Tensor | None = None
-
-    def note_weights(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.weights = next(
+    def note_weights(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal weights
+        weights = next(
             value for value in [*args, *kwargs.values()] if isinstance(value, Tensor) and value.is_floating_point()
         )
         try:
             return original(*args, **kwargs)
         finally:
-            self.weights = None
+            weights = None
 
-    def capture(self, original: Callable[..., Any], topk_config: Any, layer_id: int, topk_ids: Tensor) -> Any:
-        assert self.weights is not None, "no other function of SGLang captures experts"
-        weights = self.weights
+    def capture(original: Callable[..., Any], topk_config: Any, layer_id: int, topk_ids: Tensor) -> Any:
+        assert weights is not None, "no other function of SGLang captures experts"
+        plain = weights
         if topk_config.apply_routed_scaling_factor_on_output:
-            weights = weights / (topk_config.routed_scaling_factor or 1.0)
-        return original(topk_config, layer_id, routes.pack(topk_ids, weights))
+            plain = weights / (topk_config.routed_scaling_factor or 1.0)
+        return original(topk_config, layer_id, routes.pack(topk_ids, plain))
+
+    # SGLang calls `capture` inside each of the others.
+    for function in ("_post_process_topk_ids", "build_precomputed_topk_output"):
+        HookRegistry.register(f"{TOPK}.{function}", note_weights, HookType.AROUND)
+    HookRegistry.register(f"{TOPK}.capture_routed_experts_if_allowed", capture, HookType.AROUND)
 
 
 def register_adapters() -> None:
