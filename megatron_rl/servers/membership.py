@@ -224,10 +224,7 @@ class Membership:
             member.bad_replies = max(0, member.bad_replies - 1)
 
     def record_unknown_logprob(self, server: ServerClient, trouble: str) -> None:
-        """Note a reply that lacked a log-probability. Drop the server if half of its newest replies do.
-
-        If no other server serves, the policy is the likely cause, so the run ends with that reason.
-        """
+        """Note a reply that lacked a log-probability. Drop the server if half of its newest replies do."""
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
             return
@@ -237,7 +234,7 @@ class Membership:
             return
         reason = f"{sum(newest)} of its last {len(newest)} replies lack the log-probability of a token ({trouble})"
         newest.clear()
-        if len(self.serving) == 1:
+        if len(self.serving) == 1:  # then the policy is the likely cause
             self._on_failure(
                 f"rollout: {server.url}, the only server left: {reason}. A policy that has become nearly certain "
                 f"causes this, as do infinite weights: look at policy/entropy, and at the learning rate."
@@ -295,7 +292,7 @@ class Membership:
     async def select_servers(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
         """Select the servers of the next publication: all that answer. Raises ServerError if none does in `timeout_s`.
 
-        check: called repeatedly while none answers; an exception of it ends the wait.
+        check: called while none answers; its exception ends the wait.
         """
         await self.stop_catching_up()
         deadline = asyncio.get_running_loop().time() + timeout_s

@@ -46,9 +46,9 @@ ROUTER_RETRY_S = 1.0
 HEARSAY_S, HEARSAY_POLL_S = 30.0, 0.05
 """Maximum wait, and poll interval, for news of another client's publication if a reply already has its version."""
 REPLY_READERS = 2
-"""Number of threads that parse long replies, each at some millions of tokens per second."""
+"""Number of threads that parse long replies."""
 FILES_FOR_OTHERS = 256
-"""File descriptors reserved for other purposes than requests: control calls, rewards, logs."""
+"""File descriptors reserved for other purposes than requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,9 +324,9 @@ class Fleet:
         await self.on_all(pause)
 
     async def resume(self) -> None:
-        """Resume the servers. They receive requests again unless the last update is incomplete.
+        """Resume the servers unless they have lent memory to the trainer.
 
-        Servers that have lent memory to the trainer stay paused until `set_memory` returns it.
+        They receive requests again unless the last update is incomplete.
         """
         timeout_s = self.config.control_timeout_s
         if not self.update_is_whole:

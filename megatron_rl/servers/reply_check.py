@@ -1,11 +1,8 @@
 """The only checker of servers' replies: nothing of a reply is used before the whole reply was found valid.
 
 A reply is checked against its request: counts, ids, log-probabilities, finish reason and weight versions, each by type
-and range and for mutual consistency. ValueError names the field, its value and the rule.
-
-    long       the operator reply_tokens splits the bytes into token tensors and the remaining JSON; orjson parses that,
-               and check_reply checks both
-    otherwise  orjson parses everything, and check_reply has a message for each fault
+and range and for mutual consistency. ValueError names the field, its value and the rule. The operator reply_tokens
+extracts and checks the tokens of long replies, and orjson parses all the rest.
 """
 
 from __future__ import annotations
@@ -40,7 +37,7 @@ LOWEST_LOGPROB = -1e4
 MOST_IDS = 2**31
 """Bound of token ids if the vocabulary size is unknown."""
 KEPT_BACK = 64
-"""Tokens of its context, and pages of its cache, that a server may reserve."""
+"""Tokens of its context or cache that a server may reserve."""
 SHORT_BYTES = 4 * 1024
 """Replies below this size are read by Python, which takes less time than one call of an operator."""
 ESCAPED_COLON = b"\\u003"
@@ -105,7 +102,6 @@ class ReplyPart:
     """stop, length or abort."""
     text: str
     cached_tokens: int
-    """Prompt tokens that were found in the KV cache."""
     spans: list[tuple[str, int]]
     """(weight version, number of tokens) of each span. Empty if the server reports none."""
     routes: Tensor | None = None
@@ -405,10 +401,9 @@ def versions_of_names(names: list[str], asked: Asked) -> list[int]:
 
 
 def version_of(name: str, asked: Asked) -> int:
-    """Return the policy version that a weight name stands for.
+    """Return the policy version that a weight name stands for: a number, at least the request's version.
 
-    The name must be a number, at least the request's version. Before the first publication, the name that the server
-    gave its initial weights stands for the request's version.
+    Before the first publication, the name of the server's initial weights stands for the request's version.
     """
     if not asked.is_routed and name == asked.weights:
         return int(name) if VERSION.fullmatch(name) else asked.version
