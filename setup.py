@@ -94,7 +94,7 @@ setup(
     cmdclass={"build_py": BuildOperators},
     package_data={
         "megatron_rl": ["_C_*.so", "_C_*.json"],
-        "megatron_rl.servers": ["sglang_cpu/*", "sglang_cpu/*/*"],
+        "megatron_rl.tools": ["sglang_cpu/*", "sglang_cpu/*/*"],
     },
     install_requires=INSTALL_REQUIRES,
     extras_require=EXTRAS_REQUIRE,

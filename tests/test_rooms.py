@@ -73,7 +73,7 @@ ONLY_IN: dict[str, set[str]] = {
     "aiohttp": {"agents", "rewards", "rollout", "servers", "tools", "training_server", "workflows"},
     "httptools": {"servers"},
     "requests": set(),
-    "sglang": {"servers"},
+    "sglang": {"servers", "tools"},
 }
 """Packages of others that only some rooms may import."""
 

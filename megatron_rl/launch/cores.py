@@ -1,28 +1,24 @@
 """Counts the cores that are free for a process that starts now.
 
 If a program's parallel loops use more threads than there are free cores, it is ten times slower than with one thread.
-Each step of such a loop waits for the thread that the system schedules last.
 """
 
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
-CPU_STATISTICS = Path("/proc/stat")
+import psutil
+
 QUOTA = Path("/sys/fs/cgroup/cpu.max")
 LOOK_S = 0.2
 
 
 def free_cores() -> int:
-    """Return the number of free cores, at least 1.
-
-    Free cores are those that this process may use, by affinity and container quota, minus the busy ones. Busy cores
-    are measured in two ways, and the lower result counts, because each may be too high. The load of the last minute
-    includes processes that have just ended, and the current use includes ranks that start at the same time.
-    """
+    """Return how many cores this process may use, by affinity and container quota, that are not busy. At least 1."""
     usable = min(float(len(os.sched_getaffinity(0))), quota())
+    # Both may be too high: the load of the last minute includes processes that have just ended, and the current use
+    # includes ranks that start at the same time.
     busy = min(os.getloadavg()[0], busy_cores())
     return max(1, round(usable - busy))
 
@@ -38,15 +34,7 @@ def quota() -> float:
 
 def busy_cores() -> float:
     """Return how many of the host's cores are busy, measured over LOOK_S; 0 if the host has no CPU statistics."""
-    if not CPU_STATISTICS.exists():
+    try:
+        return psutil.cpu_percent(LOOK_S) / 100 * (psutil.cpu_count() or 1)
+    except FileNotFoundError:  # /proc/stat
         return 0.0
-    first, began = _worked(), time.perf_counter()
-    time.sleep(LOOK_S)
-    ticks_per_s = os.sysconf("SC_CLK_TCK")
-    # Divide by the measured time: on a busy host, sleep lasts longer than requested.
-    return (_worked() - first) / ticks_per_s / (time.perf_counter() - began)
-
-
-def _worked() -> int:
-    user, nice, system, *_ = map(int, CPU_STATISTICS.read_text().split("\n", 1)[0].split()[1:])
-    return user + nice + system

@@ -54,12 +54,11 @@ def keep_folder(folder: Path, name: str, what: str) -> int:
     """Lock a folder for exclusive use until the returned file is closed or this process ends.
 
     The lock is the file `name` in the folder. what: words for its user in the error message, such as `a run`. Raises
-    OSError, which says who holds the lock or why the folder cannot be written. Forked processes do not share the lock,
-    because some, such as checkpoint writers, may outlive this one.
+    OSError, which says who holds the lock or why the folder cannot be written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = take(folder / name, by_process=True)
+        lock = take(folder / name, by_process=True)  # forked checkpoint writers may outlive this process
     except LockHeld as other:
         raise OSError(
             f"{other.owner} belongs to {what} in this folder, and only one may use it; wait until it has ended, kill "

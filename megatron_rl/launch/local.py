@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.config import ParallelConfig, TrainConfig, load_config
+from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.rank import PROGRAM, resume_command
 from megatron_rl.life.last_words import one_line
@@ -65,20 +65,19 @@ class Places:
     rank_gpus: list[str] = field(default_factory=list)
     """One GPU per rank; empty on a host without GPUs."""
     server_gpus: list[str] = field(default_factory=list)
-    """GPUs of the servers that the run starts. Each server gets as many of them as its --tp says."""
+    """GPUs of all servers that the run starts."""
 
 
 def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
-    """Place a run on this host's GPUs, with as many ranks as fit unless `ranks` is given.
+    """Place a run on this host's GPUs. Raises ValueError, with the numbers, if the run does not fit.
 
-    Without GPUs, the default is the fewest ranks that hold whole replicas of every model. Raises ValueError, with the
-    numbers, if the run does not fit.
+    ranks: None for as many as fit, and without GPUs for the fewest that hold whole replicas of every model.
     """
     rollout = config.rollout
     if ranks is not None and ranks < 1:
         raise ValueError(f"--ranks {ranks}: must be at least 1; leave it out for as many as fit.")
     if not gpus:
-        places = Places(ranks=ranks or math.lcm(*(ranks_of_replica(layout) for layout in layouts(config))))
+        places = Places(ranks=ranks or ranks_of_replicas(config))
         config.check_world_size(places.ranks)
         return places
     rollout.check_for_gpus()
@@ -107,16 +106,12 @@ def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
     return Places(ranks=count, rank_gpus=left[:count], server_gpus=servers)
 
 
-def layouts(config: TrainConfig) -> list[ParallelConfig]:
-    """Return the parallel layouts of all models of a run."""
-    critic = [config.critic.parallel] if config.has_critic else []
-    return [config.parallel, *critic, *([config.reward_model.parallel] if config.reward_model.path else [])]
-
-
-def ranks_of_replica(layout: ParallelConfig) -> int:
-    """Return the number of ranks that hold one model replica."""
-    dense = layout.tensor * layout.pipeline * layout.context
-    return math.lcm(dense, layout.expert * layout.expert_tensor * layout.pipeline)
+def ranks_of_replicas(config: TrainConfig) -> int:
+    """Return the fewest ranks that hold whole replicas of every model of a run."""
+    layouts = [config.parallel, *([config.critic.parallel] if config.has_critic else [])]
+    layouts += [config.reward_model.parallel] if config.reward_model.path else []
+    dense = [layout.tensor * layout.pipeline * layout.context for layout in layouts]
+    return math.lcm(*dense, *(layout.expert * layout.expert_tensor * layout.pipeline for layout in layouts))
 
 
 def gpus_of_host() -> list[str]:

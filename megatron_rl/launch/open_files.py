@@ -13,6 +13,12 @@ LEAST = 512
 """Minimum limit to start a run: twice the number of files that an idle process of a run has open."""
 
 
+def limit() -> int:
+    """Return how many files this process may have open."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MOST if soft == resource.RLIM_INFINITY else soft
+
+
 def raise_limit() -> int:
     """Raise the soft limit of this process and its children to the hard limit. Return the resulting limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -30,14 +36,10 @@ def raise_limit() -> int:
 
 
 def check_limit() -> None:
-    """Raise RuntimeError if the limit is too low for a run.
-
-    Such a run would stall, because each send would wait for another file to be closed.
-    """
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < LEAST:
+    """Raise RuntimeError if the limit is too low for a run, in which each send would wait for another to end."""
+    if limit() < LEAST:
         raise RuntimeError(
-            f"this process may have {soft} files and sockets open, and a process of a run takes at least {LEAST}; "
+            f"this process may have {limit()} files and sockets open, and a process of a run takes at least {LEAST}; "
             f"raise the limit (ulimit -Hn {LEAST} as root, LimitNOFILE= of the service, or --ulimit nofile of the "
             f"container)."
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.config import TrainConfig
@@ -18,16 +17,8 @@ BLACKWELL = 10.0
 SYSFS = Path("/sys")
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """A GPU's PCI address, as sysfs writes it, and its compute capability."""
-
-    address: str
-    capability: float
-
-
-def find() -> Gpu | None:
-    """Return this rank's GPU; None if there is none or nvidia-smi does not report it."""
+def find() -> tuple[str, float] | None:
+    """Return the PCI address (as in sysfs) and compute capability of this rank's GPU, if nvidia-smi reports one."""
     rank, visible = int(os.environ.get("LOCAL_RANK", 0)), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(rank)] if visible is None else [name.strip() for name in visible.split(",")][rank : rank + 1]
     if not names or not names[0] or shutil.which("nvidia-smi") is None:
@@ -35,33 +26,27 @@ def find() -> Gpu | None:
     command = ["nvidia-smi", f"--id={names[0]}", "--query-gpu=pci.bus_id,compute_cap", "--format=csv,noheader"]
     address, _, capability = subprocess.run(command, capture_output=True, text=True).stdout.partition(",")
     try:
-        return Gpu(address.strip().lower()[-len("0000:00:00.0") :], float(capability))
+        return address.strip().lower()[-len("0000:00:00.0") :], float(capability)
     except ValueError:  # an old driver, or a GPU that fell off the bus
         return None
 
 
 def set_variables(config: TrainConfig) -> None:
-    """Set environment variables that NCCL and CUDA read at their start, on a rank with a GPU.
-
-    Values that the user has set are kept.
-    """
-    gpu = find()
-    if gpu is None:
+    """Set environment variables that NCCL and CUDA read at their start, unless the user has set them."""
+    if (gpu := find()) is None:
         return
+    _, capability = gpu
     os.environ.setdefault("NCCL_CUMEM_ENABLE", "0")  # must match SGLang's, which joins the trainer's group
     layouts = (config.parallel, config.critic.parallel, config.reward_model.parallel)
-    if gpu.capability < BLACKWELL and any(layout.tensor > 1 or layout.context > 1 for layout in layouts):
+    if capability < BLACKWELL and any(layout.tensor > 1 or layout.context > 1 for layout in layouts):
         # Megatron requires it: kernels then start in the order in which communication is to overlap them.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
 def stay_near() -> set[int]:
-    """Bind this thread, and threads that it starts, to the cores of the GPU's NUMA node. Return those cores.
-
-    If the cores are unknown, or this process may use none of them, nothing changes and the result is empty.
-    """
+    """Bind this thread, and threads that it starts, to the cores of the GPU's NUMA node. Return those cores, if any."""
     gpu = find()
-    cores = cores_near(gpu.address) & os.sched_getaffinity(0) if gpu is not None else set()
+    cores = cores_near(gpu[0]) & os.sched_getaffinity(0) if gpu is not None else set()
     if cores:
         os.sched_setaffinity(0, cores)
     return cores

@@ -39,10 +39,7 @@ class Placement:
 
 
 def nodes_of_job(environment: Mapping[str, str]) -> list[Nodes]:
-    """Return the nodes of each component of the job: one, or two if it is heterogeneous.
-
-    Raises ValueError outside a job.
-    """
+    """Return the nodes of each component of the job: one, or two if it is heterogeneous."""
     if "SLURM_JOB_ID" not in environment:
         raise ValueError("SLURM_JOB_ID: is not set; start this with sbatch, e.g. sbatch scripts/train_grpo.sh CONFIG.")
     components = int(environment.get("SLURM_HET_SIZE", 1))
@@ -66,8 +63,7 @@ def _nodes(environment: Mapping[str, str], suffix: str, gpus: str | None, het_gr
         )
     return Nodes(
         hosts=named.stdout.split(),
-        # Nodes of a job may differ; the plan counts on the minimum.
-        cpus=min(counts(environment[f"SLURM_JOB_CPUS_PER_NODE{suffix}"])),
+        cpus=min(counts(environment[f"SLURM_JOB_CPUS_PER_NODE{suffix}"])),  # nodes of a job may differ
         gpus=int((gpus or "0").rpartition(":")[2]),  # "8" or "h100:8"
         het_group=het_group,
     )
@@ -110,9 +106,9 @@ def place(
 
 
 def _place_servers(nodes: Nodes, count: int, gpus: int, nodes_each: int, *, spare: int) -> list[ServerPlace]:
-    """Place servers on GPUs, from the first node on.
+    """Place servers on GPUs, from the first node on. Without GPUs, distribute them over the nodes in turn.
 
-    Without GPUs, distribute servers over the nodes in turn. The last `spare` nodes get none if there are other nodes.
+    spare: number of last nodes that get no server if there are others.
     """
     if count == 0:
         return []

@@ -13,11 +13,10 @@ CHOICES = 200
 
 
 def free_port(host: str) -> int:
-    """Return a port of `host` that nothing listens on and that the kernel uses for no outgoing connection.
+    """Return a port of `host` that nothing listens on, below the kernel's range for outgoing connections.
 
-    The kernel takes ports for outgoing connections from its ephemeral range. SGLang starts listening ten seconds or
-    more after it is given a port. In that time, a port of that range would sometimes be taken. Raises RuntimeError if
-    no port is free.
+    A port of that range could be taken before SGLang listens, which is ten seconds or more after it is given the port.
+    Raises RuntimeError if no port is free.
     """
     # Not the global generator: ranks and tests that seeded it alike would all try the same ports.
     for port in random.SystemRandom().sample(range(LOWEST, first_of_connections()), CHOICES):

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TextIO
 
 from megatron_rl.config import TrainConfig, load_config
 from megatron_rl.config.loading import changed_yaml
 from megatron_rl.launch import open_files, own_gpu, start_up
 from megatron_rl.launch.placement import ranks_of_step
-from megatron_rl.life import last_words, lost_readers, process_exit
+from megatron_rl.life import last_words, process_exit
 from megatron_rl.life.stop_signal import EXIT_INTERRUPTED, EXIT_STOPPED
 
 PROGRAM = "megatron_rl.train"
 """The module that every rank runs, for every kind of training."""
 Check = Callable[[TrainConfig], object]
 Train = Callable[..., bool]
-"""Called as train(config, resume=...). Returns False if a stop signal ended the run early."""
+"""A function train(config, resume=...) that returns False if a stop signal ended the run early."""
 
 
 def resume_command(program: list[str], words: list[str]) -> str:
@@ -57,7 +59,7 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
     # Must precede any query for the rank: srun does not set torch's variables.
     os.environ |= ranks_of_step(os.environ)
     open_files.raise_limit()
-    lost_readers.outlive_readers()
+    outlive_readers()
     folder: list[Path] = []
     with last_words.one_line(PROGRAM, folder=lambda: folder[0] if folder else None):
         try:
@@ -87,3 +89,32 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
             if not process_exit.is_lost_peer(error):
                 raise
             process_exit.wait_to_be_stopped(int(os.environ.get("RANK", 0)))
+
+
+class _Output(io.FileIO):
+    """A writable file descriptor that is redirected to /dev/null once its pipe has no reader."""
+
+    def write(self, data: object) -> int:
+        try:
+            return super().write(data)  # type: ignore[arg-type]
+        except BrokenPipeError:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.fileno())  # child processes that start from now on write there too
+            os.close(nowhere)
+            return super().write(data)  # type: ignore[arg-type]
+
+
+def outlive_readers() -> None:
+    """Keep this process running when nothing reads its standard output or error any more."""
+    sys.stdout, sys.stderr = _outliving(sys.stdout), _outliving(sys.stderr)
+
+
+def _outliving(stream: TextIO) -> TextIO:
+    try:
+        descriptor = stream.fileno()
+    except (OSError, ValueError, AttributeError):  # not a real file: a notebook's stream, or a test's
+        return stream
+    stream.flush()
+    buffer = io.BufferedWriter(_Output(descriptor, "w", closefd=False))
+    options = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+    return io.TextIOWrapper(buffer, **options)

@@ -1,7 +1,6 @@
 """The run's token, which authorizes changes to its servers, in a file that only its owner may read.
 
-Servers, trainer and clients get the file's path and read it themselves. The token never appears in a command line,
-environment variable, config, registry entry or log.
+Processes get only the file's path. The token never appears in a command line, environment variable, config or log.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ FORM = re.compile(r"[!-~]{16,}")
 def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
     """Return the token in a file. If needed, create the file; processes that do so simultaneously get the same token.
 
-    Raises ValueError, naming `key`, the file and the remedy, if another user owns or can read the file, or if it has no
-    valid token.
+    Raises ValueError if another user owns or can read the file, or if it has no valid token. key: name for the message.
     """
     path = Path(path)
     try:

@@ -1,9 +1,8 @@
 """Registry of rollout servers: a folder shared by trainers and servers.
 
-Each server has one JSON file, which names the server's run, so that other runs ignore it. The file is written under
-another name and then renamed. A server rewrites its file to renew its lease, and removes it at its end. A file older
-than its lease belongs to a lost server. Ages are measured by the file system's clock only, because the clocks of two
-hosts may differ by more than a lease.
+Each server has one JSON file, which names the server's run. A server rewrites its file to renew its lease, and removes
+it at its end. A file older than its lease belongs to a lost server. Ages are measured by the file system's clock,
+because the clocks of two hosts may differ by more than a lease.
 """
 
 from __future__ import annotations
@@ -17,7 +16,8 @@ import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,11 +28,9 @@ logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
 """Version of what trainers and servers must agree on: the registration's fields and the server's endpoints."""
-LEASE_S = 30.0
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.2
 MOST_BYTES = 1 << 16
-"""Maximum size of a registration file in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,50 +40,45 @@ class Registration:
     url: str
     run: str
     protocol: int = PROTOCOL
-    lease_s: float = LEASE_S
+    lease_s: float = 30.0
 
 
-class Lease:
-    """Context manager that keeps a server registered. A thread renews the lease for as long as `is_well()` is true.
+@contextmanager
+def registered(folder: str | Path, registration: Registration, *, is_well: Callable[[], bool]) -> Iterator[Path]:
+    """Keep a server registered inside the `with` block, and yield its file.
 
-    For example:
-
-        with Lease("runs/demo/registry", Registration(url="http://10.0.0.2:30000", run="demo"), is_well=server.answers):
+        with registered("runs/demo/registry", Registration(url="http://a:30000", run="demo"), is_well=server.answers):
             server.wait()  # meanwhile registered_urls("runs/demo/registry", "demo") has the URL
+
+    A thread renews the lease for as long as `is_well()` is true.
     """
+    path = Path(folder) / f"{re.sub('[^0-9A-Za-z.]+', '-', registration.url)}.json"
+    ended = threading.Event()
 
-    def __init__(self, folder: str | Path, registration: Registration, *, is_well: Callable[[], bool]) -> None:
-        self.folder, self.registration, self.is_well = Path(folder), registration, is_well
-        self.path = self.folder / f"{re.sub('[^0-9A-Za-z.]+', '-', registration.url)}.json"
-        self._ended = threading.Event()
-        self._thread: threading.Thread | None = None
+    def renew() -> None:
+        aside = path.with_suffix(f".{os.getpid()}")
+        aside.write_text(json.dumps(asdict(registration)))
+        os.utime(aside)  # without an explicit time, NFS uses the server's clock
+        aside.replace(path)
 
-    def __enter__(self) -> Lease:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._renew()
-        self._thread = process_exit.start_thread(self._keep, name="lease")
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._ended.set()
-        if self._thread is not None:
-            self._thread.join()
-        self.path.unlink(missing_ok=True)
-
-    def _keep(self) -> None:
-        while not self._ended.wait(self.registration.lease_s / RENEWALS_PER_LEASE):
-            if not self.is_well():
+    def keep() -> None:
+        while not ended.wait(registration.lease_s / RENEWALS_PER_LEASE):
+            if not is_well():
                 continue
             try:
-                self._renew()
+                renew()
             except OSError as error:  # the next renewal may still be in time
-                logger.warning("%s: the lease was not renewed: %s", self.path, error)
+                logger.warning("%s: the lease was not renewed: %s", path, error)
 
-    def _renew(self) -> None:
-        aside = self.path.with_suffix(f".{os.getpid()}")
-        aside.write_text(json.dumps(asdict(self.registration)))
-        os.utime(aside)  # without an explicit time, NFS uses the server's clock
-        aside.replace(self.path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    renew()
+    thread = process_exit.start_thread(keep, name="lease")
+    try:
+        yield path
+    finally:
+        ended.set()
+        thread.join()
+        path.unlink(missing_ok=True)
 
 
 def registered_urls(folder: str | Path, run: str) -> list[str]:
@@ -104,17 +97,13 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
         except FileNotFoundError:  # it has just unregistered
             if path.is_symlink():
                 name_once(path, "it is a link to nothing")
-        # Another user's file, or not a registration.
-        except (OSError, ValueError, RecursionError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # another user's file, or not a registration
             name_once(path, repr(error))
     return urls
 
 
 def read_entry(path: Path) -> tuple[dict[str, Any], float]:
-    """Return a registration file's content and modification time.
-
-    Raises ValueError or RecursionError if the file is not a valid registration.
-    """
+    """Return a registration file's content and modification time. Raises ValueError or RecursionError if invalid."""
     # Opening a named pipe must not block. The file is opened before stat so that NFS refreshes its age.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())

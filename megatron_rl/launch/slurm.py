@@ -3,8 +3,7 @@
     sbatch --nodes 12 scripts/train_grpo.sh configs/count_grpo.yaml          # the batch script calls this module
 
 This module runs on the job's first node. Servers register in a folder, where trainers also find servers of other jobs.
-Supervised and preference training use no servers. On a stop signal (`--signal`, preemption), the trainer saves. Then
-the job is requeued and resumes with `--resume auto`. A step is stopped through its own srun process.
+On a stop signal (`--signal`, preemption), the trainer saves. Then the job is requeued and resumes.
 """
 
 from __future__ import annotations
@@ -29,25 +28,19 @@ from megatron_rl.life.stop_signal import EXIT_STOPPED
 FIRST_PORT, PORTS = 20_000, 4_000
 """First port and number of ports for the rendezvous of ranks. Servers listen on higher ports (launch/ports.py)."""
 FIRST_SERVER_PORT, SERVER_PORTS, PORTS_OF_SERVER = 12_000, 500, 16
-"""First port, number of slots and ports per slot, for the rendezvous of a server's nodes.
-
-SGLang uses six more ports after the first of its slot.
-"""
+"""First port, slots and ports per slot for the rendezvous of a server's nodes. SGLang uses seven ports of a slot."""
 POLL_S = 0.2
 STOP_S = 25.0
 """Time that servers get to stop. They drain for up to 20 s of it."""
 LAST_RANK_S = 120
 """Seconds from the end of the first rank until the others are killed, in case they wait for it in a collective.
 
-They are not killed at once (--kill-on-bad-exit), because ranks that save on a stop signal end one after another, with a
-nonzero exit code.
+They are not killed at once, because ranks that save on a stop signal end one after another with a nonzero exit code.
 """
 FIRST_RESTART_S = 2.0
 TAIL_LINES = 5
 RUNTIMES = ("pyxis", "apptainer")
 """Ways to start a container: pyxis (an srun plugin) or apptainer."""
-PYTHON = "python3"
-"""Name of the Python program in a container's image."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +62,7 @@ class Container:
         return [f"--container-image={self.image}", f"--container-mounts={mounts}", f"--container-workdir={Path.cwd()}"]
 
     def command(self, arguments: Sequence[str], *, has_gpus: bool) -> list[str]:
-        """Return the command that runs the image's Python with these arguments."""
-        python = [PYTHON, *arguments]
+        python = ["python3", *arguments]
         if self.runtime == "pyxis":
             return python
         binds = [word for folder in self._folders for word in ("--bind", folder)]
@@ -79,10 +71,9 @@ class Container:
 
 @dataclass(kw_only=True)
 class Server:
-    """A job step with one server and its supervisor.
+    """A job step with one server and its supervisor, which restarts the server. The job restarts the step if it ends.
 
-    The supervisor restarts the server, and the job restarts the step if it ends. A server over several nodes has one
-    supervisor per node, and none of them restarts anything. If one ends, the whole step ends and is restarted.
+    A server over several nodes has one supervisor per node. If one of them ends, the whole step ends.
     """
 
     name: str
@@ -92,7 +83,7 @@ class Server:
     process: subprocess.Popen[bytes]
     starts: int = 1
     next_start: float | None = None
-    """When to restart the step, as time.monotonic() counts; None unless the step has ended."""
+    """Monotonic time at which to restart the step; None unless it has ended."""
 
 
 @dataclass(kw_only=True)
@@ -147,9 +138,8 @@ class Job:
 
     def _start_server(self, number: int, where: ServerPlace) -> None:
         name = f"{where.hosts[0]}-{number}"
-        folder = self.folder / "servers" / name
-        folder.mkdir(parents=True, exist_ok=True)
-        log = folder / "supervisor.log"
+        log = self.folder / "servers" / name / "supervisor.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
         step = self._server_step(number, where, log)
         self.servers.append(Server(name=name, number=number, place=where, log=log, process=step))
 
@@ -235,12 +225,9 @@ class Job:
         sys.stdout.buffer.flush()
 
     def _hear(self, number: int, _: object) -> None:
-        """Handle a stop signal. Forward only SIGUSR1 to the trainer, because Slurm itself sends SIGTERM to all tasks.
-
-        A run without checkpoints cannot save, so it ignores SIGUSR1 and runs until it is killed.
-        """
+        """Handle a stop signal. Forward only SIGUSR1 to the trainer: Slurm itself sends SIGTERM to all tasks."""
         if number == signal.SIGUSR1 and self.trains and not self.config.run.checkpoint_every_steps:
-            return
+            return  # a run without checkpoints cannot save, so it goes on until it is killed
         self.stop_signal = signal.Signals(number)
         if number == signal.SIGUSR1:
             tell(self.trainer)

@@ -14,14 +14,12 @@ from megatron_rl.life import process_exit
 
 logger = logging.getLogger(__name__)
 
-BEAT_S = 0.25
-LOOK_S = 0.25
-"""Seconds between two samples of a HoldWatch."""
+BEAT_S = LOOK_S = 0.25
+"""Seconds between two beats, and between two samples of a HoldWatch."""
 LATE_S = 0.1
 """Seconds by which a beat must be late for the loop to count as blocked."""
 HELD_S, BUSY_S, WINDOW_S = 2.0, 10.0, 60.0
-"""Limits for one user function on the loop, in seconds per window of WINDOW_S: BUSY_S in total, and HELD_S while beats
-are late."""
+"""Limits for one user function, in seconds per window of WINDOW_S: HELD_S while beats are late, BUSY_S in total."""
 
 
 class Beat:
@@ -32,7 +30,7 @@ class Beat:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Schedule the first beat. Call it in the loop's thread, before or after the loop starts."""
+        """Schedule the first beat. Call it in the loop's thread."""
         self._due_s = time.monotonic() + BEAT_S
         self._timer = self._loop.call_later(BEAT_S, self._mark)
 
@@ -58,12 +56,8 @@ class Beat:
 class HoldWatch:
     """A watcher that warns if user code blocks an event loop, with file and line, once per function.
 
-    Its own thread samples the stack of the loop's thread. It ignores code of this package, and time during which the
-    whole process was stopped.
-
-        beat.begin()
-        watch = HoldWatch(beat)  # in the loop's thread
-        watch.begin()
+    Create it in the loop's thread. Its own thread samples the stack of that thread. It ignores code of this package,
+    and time during which the whole process was stopped.
     """
 
     def __init__(self, beat: Beat) -> None:
@@ -95,8 +89,7 @@ class HoldWatch:
         if place is None:
             return
         file, line, function = place
-        # If more than two looks' time passed, either the process was stopped, or the loop's thread held the
-        # interpreter. Only CPU time that the thread used counts then.
+        # If more time passed, the process was stopped, or the loop's thread held the interpreter. Count its CPU time.
         counted_s = max(min(passed, 2 * LOOK_S), min(passed, self._used_s - used))
         key = file, function
         self._held[key] += counted_s

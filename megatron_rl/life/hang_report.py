@@ -16,7 +16,7 @@ from pathlib import Path
 from megatron_rl.telemetry.spans import Span, Spans
 
 NAMED = 3
-"""Maximum number of open spans that a message names, the oldest first."""
+"""Maximum number of open spans that a message names."""
 WORDS = {"episodes": "episode", "replies": "reply"}
 
 
@@ -24,19 +24,19 @@ class HangReport:
     """A report on this process's open spans and stacks.
 
     SIGUSR2 also writes the stack of the thread that receives it, usually the main thread, even if the interpreter is
-    blocked. It leaves out the other threads: faulthandler would read their frames while they run, which can crash the
-    process.
+    blocked.
     """
 
     def __init__(self, path: Path, spans: Spans) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path, self._spans = path, spans
         self._file = path.open("a")  # a resumed run keeps its earlier reports
+        # One thread only: faulthandler would read the frames of others while they run, which can crash the process.
         faulthandler.register(signal.SIGUSR2, file=self._file, all_threads=False)
 
     @property
     def file_number(self) -> int:
-        """File descriptor of the report, so that other processes can write their stacks to it too."""
+        """File descriptor to which other processes can write their stacks."""
         return self._file.fileno()
 
     def report(self) -> str:
@@ -81,7 +81,7 @@ def in_words(under_way: list[Span], now: float) -> str:
 
 
 def describe(span: Span, now: float) -> str:
-    """Describe a span: what it is, its server, its prompt, and how long it has lasted or when it ended."""
+    """Return what a span is, its server, its prompt, and how long it has lasted or when it ended."""
     prompt = next((above.name for above in [span, *span.ancestors] if above.row in ("replies", "episodes")), "")
     if span.name == "generate":
         prompt = span.parent.name if span.parent is not None else ""

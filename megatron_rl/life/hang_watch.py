@@ -2,12 +2,8 @@
 
 Ranks share a key-value store. When a phase exceeds run.phase_timeout_s on any rank, every rank writes its stacks and
 last events to run.folder/hang and its current state to the store. Rank 0 compares the phases that the ranks entered
-and the collectives that torch's flight recorder saw. Then the run ends.
-
-Other limits normally act long before this one, unless run.phase_timeout_s is the shortest. Requests
-(rollout.request_timeout_s), rewards (reward_timeout_s), agents (agent_timeout_s) and environments (step_timeout_s) have
-deadlines after which their episode is retried. The supervisor restarts a server that is silent for
-rollout.health_timeout_s. How the run ends:
+and the collectives that torch's flight recorder saw. The shorter limits of requests, rewards, agents, environments and
+servers normally act long before that. How the run ends:
 
     all ranks answer and wait for rollouts    they abandon the step as after a stop signal: the checkpoint has the state
                                               at the step's start, and the exit code (75) says that it can be resumed
@@ -48,7 +44,6 @@ LAST_RESORT_S = 60.0
 """Delay of two fallbacks, in seconds. This long after the limit, a C timer that needs no interpreter writes the stacks.
 This long after the verdict, a rank ends itself if rank 0 has not ended it."""
 BEAT_S = 2.0
-"""Seconds between two heartbeats of a rank to the store."""
 EVENTS_KEPT = 30
 ALARM, VERDICT = "alarm", "verdict"
 
@@ -66,9 +61,8 @@ class RankReport:
     phases_entered: int
     """Count of phases since the start. All ranks enter the same phases, so a rank with a lower count is behind."""
     main_thread: str = ""
-    """Where the main thread executes: function, file and line."""
+    """Function, file and line of the main thread."""
     waits_for: str = ""
-    """What the phase waits for, as HangWatch's `waits_for` callback describes it."""
     collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
     """{process group: (sequence number of the last collective entered, its description)}."""
 
@@ -100,12 +94,10 @@ class HangWatch:
     ) -> None:
         """Start the watching thread.
 
-        limit_s: maximum seconds of one phase. All callbacks run in the watching thread. on_hang(message) is called on
-        rank 0, and on another rank only if rank 0 does not end that rank. waits_for(phase) returns what the current
-        phase waits for; it must return within REPORT_PATIENCE_S.
-
-        If every rank answers and is in phase `can_leave`, on_leave(message) is called on all of them. on_hang is then
-        called only if this object is not closed within grace_s.
+        limit_s: maximum seconds of one phase. All callbacks run in the watching thread. waits_for(phase) returns within
+        REPORT_PATIENCE_S what the current phase waits for. If every rank answers and is in phase `can_leave`,
+        on_leave(message) is called on all of them. If that is not so, or this object is not closed within grace_s
+        after that, on_hang(message) is called on rank 0, and on other ranks that rank 0 does not end.
         """
         self.folder, self.rank, self.world_size, self.limit_s = folder / "hang", rank, world_size, limit_s
         self._on_hang, self._waits_for = on_hang, waits_for
@@ -119,7 +111,7 @@ class HangWatch:
         self._stacks = (self.folder / f"rank-{rank}.txt").open("a")
         self._store = _join_store(rank, control)
         self.looked_at = time.monotonic()
-        """When this rank last reached the store on rank 0, by time.monotonic(). Infinite once the watch has ended."""
+        """Monotonic time at which this rank last reached the store on rank 0. Infinite once the watch has ended."""
         self._beats: dict[int, tuple[str, float]] = {}
         """On rank 0: {rank: (its last heartbeat, when it was received)}."""
         self._thread = process_exit.start_thread(self._watch, name="hang-watch")
@@ -133,7 +125,6 @@ class HangWatch:
         faulthandler.dump_traceback_later(self.limit_s + LAST_RESORT_S, file=self._stacks)
 
     def close(self) -> None:
-        """Stop watching, because the run is over or has failed for another reason."""
         self._closed.set()
         self._thread.join(REPORT_PATIENCE_S)  # the thread writes to the file that is closed below
         faulthandler.cancel_dump_traceback_later()
@@ -292,13 +283,12 @@ def collectives_not_entered(reports: list[RankReport]) -> list[str]:
 
 
 def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
-    """Return the newest collective of each process group of this rank, as {group: (sequence number, description)}.
+    """Return {process group: (sequence number, description)} of this rank's newest collectives, 0 if there was none.
 
-    The source is torch's flight recorder. The number is 0 if there was none yet. The result is empty if this torch
-    version has no recorder for all backends.
+    The source is torch's flight recorder. The result is empty if this torch has no recorder for all backends.
 
-    since_ns: ignore collectives before this time.time_ns(). The recorder also keeps those of an earlier world (in this
-    process or in the one it was forked from), whose groups may have had the same names.
+    since_ns: ignore collectives before this time.time_ns(). An earlier world of this process, or of the process that
+    it was forked from, may have had groups of the same names.
     """
     try:
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]

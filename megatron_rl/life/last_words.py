@@ -17,22 +17,20 @@ from megatron_rl.config.users_code import PACKAGE, is_users
 
 LOG = "traceback.log"
 TEMPORARY, KEPT = "megatron_rl-", 10
-"""Name prefix of tracebacks that are temporary files, because there is no run folder, and the number of this user's
-earlier ones that are kept in addition to the new one."""
+"""Name prefix of tracebacks in the temporary folder, and number of this user's earlier ones that are kept."""
 LONGEST = 2000
 """Maximum characters of an error's own message."""
 OTHERS_WAIT_S = 3.0
-"""Seconds that ranks other than 0 wait before they print their error. Rank 0 often prints the same error, and
-the launcher then ends the other ranks before they repeat it."""
+"""Seconds that ranks other than 0 wait before they print their error. If rank 0 prints the same error, the launcher
+ends them in that time."""
 
 
 @contextmanager
 def one_line(program: str, *, folder: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
     """Turn an exception that reaches this context manager into one line, and exit with code 1.
 
-    This is the only place where exceptions become messages. folder() returns the run's folder, which receives the
-    traceback; without one it goes to a temporary file. A ValueError that this package raises about the user's input
-    keeps no traceback.
+    folder() returns the run's folder, which receives the traceback; without one it goes to a temporary file. A
+    ValueError that this package raises about the user's input keeps no traceback.
     """
     try:
         yield
@@ -48,8 +46,7 @@ def one_line(program: str, *, folder: Callable[[], Path | None] = lambda: None) 
 def words_of(error: Exception, folder: Callable[[], Path | None]) -> str:
     """Return an error's one-line message, and save its traceback unless the line alone explains the error."""
     text = " ".join(str(error).split())[:LONGEST]
-    # The most useful place is a line of the user's code, otherwise this package's last call into the library that
-    # raised.
+    # The best place to name is a line of the user's code, otherwise this package's last call into another library.
     frames = [place for it in chain(error) for place in places(it.__traceback__)]
     own = [place for place in frames if is_users(place[0])]
     calls = places(error.__traceback__)
@@ -76,10 +73,7 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def places(trace: TracebackType | None) -> list[tuple[str, int]]:
-    """Return file and line of each call in a traceback, from this package's first frame on.
-
-    Earlier frames only start the command.
-    """
+    """Return file and line of each call in a traceback. Frames before this package's first only start the command."""
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
     frames = [it for it in frames if it[0] != __file__]
     first = next((n for n, (file, _) in enumerate(frames) if file.startswith(PACKAGE)), 0)

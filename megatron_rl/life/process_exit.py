@@ -34,10 +34,7 @@ def exit_with(pid: int, *, says_so: bool = True) -> None:
 
 
 def start_thread(main: Callable[[], object], *, name: str) -> threading.Thread:
-    """Start a daemon thread. If it raises, log the error with the thread's name and end the process.
-
-    The process ends because other code would wait for the dead thread for ever.
-    """
+    """Start a daemon thread. If it raises, log the error and end the process, because others would wait for ever."""
 
     def run() -> None:
         try:
@@ -55,21 +52,17 @@ def start_thread(main: Callable[[], object], *, name: str) -> threading.Thread:
 def die_with(parent: int) -> None:
     """Let the kernel SIGKILL this process when the parent thread that started it ends. Linux only.
 
-    parent: the parent's process id. If it is already gone, exit with code 1.
+    parent: the parent's process id.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        # The parent may have ended before the prctl call.
-        if os.getppid() != parent:
+        if os.getppid() != parent:  # it ended before the prctl call
             os._exit(1)
 
 
 def let_go_of_sockets() -> None:
-    """Close the sockets that a forked process inherited, so that it holds none of the parent's connections or ports.
-
-    Each descriptor then refers to /dev/null and stays in use. So an inherited object that closes its socket cannot
-    close an unrelated descriptor with the same number.
-    """
+    """Close the sockets that a forked process inherited, so that it holds none of the parent's connections or ports."""
+    # Each number stays in use: an inherited object that closes its socket must not close something else.
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in map(int, os.listdir("/proc/self/fd")):
         try:
@@ -93,25 +86,21 @@ def is_alive(pid: int) -> bool:
 
 def is_lost_peer(error: RuntimeError) -> bool:
     """Return True if a collective failed because another rank is gone. Recognizes gloo's messages."""
-    return any(
-        words in str(error) for words in ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
-    )
+    known = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
+    return any(words in str(error) for words in known)
 
 
 def wait_to_be_stopped(rank: int) -> None:
-    """After another rank's death, wait until the launcher names that rank and stops this one.
+    """After another rank's death, wait until the launcher stops this rank, and end the process if it does not.
 
-    This avoids a second traceback for the same failure. If the launcher does nothing for LAUNCHER_S, end the process.
+    This avoids a second traceback for the same failure.
     """
     time.sleep(LAUNCHER_S)
     stop(f"rank {rank} lost its connection to another rank, whose own message says why.")
 
 
 def stop(message: str, code: int = 1) -> None:
-    """Print the message, if any, and end the process at once, even if other threads are blocked.
-
-    Child processes end by themselves, because they watch their parent.
-    """
+    """Print the message, if any, and end the process at once. Child processes watch it and end by themselves."""
     if message:
         print(f"megatron_rl: {message}", file=sys.stderr, flush=True)
     os._exit(code)
@@ -120,8 +109,8 @@ def stop(message: str, code: int = 1) -> None:
 def run_and_end(main: Callable[[], object]) -> NoReturn:
     """Call `main` and end the process like `sys.exit`, but skip the interpreter's finalization.
 
-    Finalization unwinds daemon threads that return from C++, which aborts the process. Such a thread may exist: one
-    that releases a gloo group waits for the group's lost peer.
+    Finalization would abort the process if a daemon thread returns from C++ meanwhile, such as one that releases a gloo
+    group and waits for a lost peer.
     """
     code: object = 0
     try:

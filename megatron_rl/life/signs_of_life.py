@@ -31,18 +31,14 @@ Look = Callable[[], Silence]
 class SignsOfLife:
     """A monitor that warns about silent processes and threads.
 
-    `look` makes one round of checks; between `start` and `close` a thread calls it regularly.
-
-        signs = SignsOfLife([StoppedProcesses(), lambda: {"the loader": (loader.silent_s, "")}])
-        signs.start()
-        train()
-        signs.close()
+    signs = SignsOfLife([StoppedProcesses(), lambda: {"the loader": (loader.silent_s, "")}])
+    signs.start()
+    train()
+    signs.close()
     """
 
-    def __init__(
-        self, looks: Sequence[Look], *, say: Callable[[str], None] = logger.warning, silent_s: float = SILENT_S
-    ) -> None:
-        self.looks, self._say, self._silent_s = looks, say, silent_s
+    def __init__(self, looks: Sequence[Look], *, say: Callable[[str], None] = logger.warning) -> None:
+        self.looks, self._say = looks, say
         self._looked_at = time.monotonic()
         self._named: set[str] = set()
         self._closed = threading.Event()
@@ -61,7 +57,7 @@ class SignsOfLife:
     def look(self) -> None:
         """Warn about each name that has become silent, and report those that are silent no more."""
         found = {who: silence for look in self.looks for who, silence in look().items()}
-        silent = {who: silence for who, silence in found.items() if silence[0] >= self._silent_s}
+        silent = {who: silence for who, silence in found.items() if silence[0] >= SILENT_S}
         for who in silent.keys() - self._named:
             seconds, more = silent[who]
             self._say(f"{who} has given no sign of life for {seconds:.0f} s; the run goes on as far as it can.{more}")
@@ -70,10 +66,9 @@ class SignsOfLife:
         self._named = set(silent)
 
     def _keep_looking(self) -> None:
-        every_s = min(LOOK_S, self._silent_s / 4)
-        while not self._closed.wait(every_s):
+        while not self._closed.wait(LOOK_S):
             now, before, self._looked_at = time.monotonic(), self._looked_at, time.monotonic()
-            if now - before < every_s + self._silent_s / 2:  # otherwise this process itself was stopped, as by Ctrl-Z
+            if now - before < LOOK_S + SILENT_S / 2:  # otherwise this process itself was stopped, as by Ctrl-Z
                 try:
                     self.look()
                 except (OSError, psutil.Error) as error:  # such as too many open files: says nothing of the others
@@ -84,7 +79,7 @@ class StoppedProcesses:
     """Finds child processes (and, on request, the parent) that a signal or a debugger has stopped."""
 
     def __init__(self, *, descends: bool = True, names_parent: bool = False) -> None:
-        """Choose the processes. descends: check all descendants, not only children. names_parent: also the parent."""
+        """descends: check all descendants, not only children. names_parent: also check the parent."""
         self._descends, self._names_parent = descends, names_parent
         self._since: dict[int, float] = {}
 

@@ -18,15 +18,14 @@ EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 """Exit code of a run that its user ended by Ctrl-C, saved or not. Such a run must not be restarted automatically."""
 FINISH_ON_TERM_S = 5.0
-"""Seconds after SIGTERM or Ctrl-C for the step to end by itself. Schedulers send SIGKILL half a minute after SIGTERM,
+"""Seconds for the step to end by itself after SIGTERM or Ctrl-C. Schedulers send SIGKILL half a minute after SIGTERM,
 and the rest of that time is needed to save."""
 SAME_CTRL_C_S = 0.5
-"""Seconds within which a repeated SIGINT counts as the same Ctrl-C: the terminal sends it to every process of a run,
-and the launcher forwards it again."""
+"""Seconds within which a second SIGINT counts as the same Ctrl-C, because terminal and launcher both send it."""
 
 
 class StopSignal:
-    """A listener for stop signals. Its thread receives them even while the main thread waits for other ranks.
+    """A listener for stop signals. Its thread receives them even while the main thread waits in a collective.
 
         stop_signal = StopSignal(grace_s=120, on_half_time=leave_rollouts)
         stop_signal.listen()
@@ -51,15 +50,11 @@ class StopSignal:
         self._heard_at = 0.0
 
     def listen(self, numbers: Sequence[signal.Signals] = SIGNALS) -> None:
-        """Receive the signals instead of dying of them. Call this and `close` in the process's main thread.
-
-        May be called again to add signals.
-        """
+        """Receive these signals, in addition to earlier ones. Call this and `close` in the process's main thread."""
         if not self._handlers:
             self._ear, self._mouth = socket.socketpair()
             # set_wakeup_fd requires a non-blocking descriptor, because a signal handler must not wait.
             self._mouth.setblocking(False)
-            # Python's own handlers run between instructions of the main thread, so not while it is in a collective.
             self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
             process_exit.start_thread(self._hear_until_closed, name="stop-signal")
         self._handlers |= {number: signal.signal(number, lambda *_: None) for number in numbers}
@@ -86,13 +81,13 @@ class StopSignal:
 
     def _hear_until_closed(self) -> None:
         with self._ear:
-            self._hear()
+            number = self._next(None)
+            while number is not None and number not in (signal.SIGINT, *SIGNALS):
+                number = self._next(None)
+            if number is not None:
+                self._hear(number)
 
-    def _hear(self) -> None:
-        while (number := self._next(None)) is not None and number not in (signal.SIGINT, *SIGNALS):
-            pass
-        if number is None:
-            return
+    def _hear(self, number: int) -> None:
         self._heard_at = time.monotonic()
         self.signal_name = signal.Signals(number).name
         self._came.set()

@@ -1,8 +1,7 @@
 """Kills a server when its parent process dies: `python -S watchdog.py SERVER_PID`.
 
-The parent starts both the server and this watchdog, for servers that cannot watch their parent themselves. It uses the
-standard library only, so it takes 10 MB and starts at once. The server must lead its own process group; the watchdog
-kills the whole group.
+The parent starts both, for servers that cannot watch their parent themselves. The server must lead its own process
+group; the watchdog kills the whole group. It imports only the standard library, so it takes 10 MB and starts at once.
 """
 
 import contextlib

@@ -1,11 +1,10 @@
 """Brings a server that lacks the current weights up to date, between publications and without the trainer.
 
 The weights come from a peer that continues to serve (embedded servers), or from the folder of the last publication. The
-server gets the version's name only after it has proved that it holds the same weights as its peers. So the name never
-refers to half-loaded weights.
+server gets the version's name only after its checksums have been compared with its peers'.
 
-A publication that begins meanwhile has priority: it cancels the catch-up and waits for its end. Commands that a server
-cannot undo are awaited instead of cancelled, so that none of them arrives in the middle of the publication.
+A publication that begins meanwhile cancels the catch-up and waits for its end. Commands that a server cannot undo are
+awaited instead of cancelled, so that none of them arrives in the middle of the publication.
 """
 
 from __future__ import annotations
@@ -35,16 +34,13 @@ class Current:
     checksums: dict[ChecksumForm, dict[str, str]]
     """Confirmed checksums, for each form that a server has."""
     folder: str | None
-    """Folder from which the servers loaded these weights; None if they did not load from disk."""
+    """Folder from which the servers loaded these weights, if any."""
 
 
 def source_for(server: ServerClient, serving: Sequence[ServerClient], current: Current) -> ServerClient | str | None:
-    """Return the peer or folder to take the weights from, or None if only a publication helps.
-
-    A server that reports checksums gets a source only if confirmed checksums of the same form exist for comparison.
-    """
+    """Return the peer or folder to take the weights from, or None if only a publication helps."""
     form = server.info.checksum_form if server.info else None
-    if form is not None and form not in current.checksums:
+    if form is not None and form not in current.checksums:  # its checksums could not be compared
         return None
     peers = [peer for peer in serving if peer.info is not None and peer.info.checksum_form == form]
     if form is not None and form.kind == "embedded" and peers:
@@ -53,13 +49,9 @@ def source_for(server: ServerClient, serving: Sequence[ServerClient], current: C
 
 
 async def catch_up(server: ServerClient, source: ServerClient | str, current: Current, config: RolloutConfig) -> None:
-    """Load, verify and name the weights, and resume the server. Raises ServerError if that fails.
-
-    The server receives no requests meanwhile. Requests of other clients are aborted.
-    """
+    """Load, verify and name the weights, and resume the server. Raises ServerError if that fails."""
     assert server.info is not None
     timeout_s, load_timeout_s = config.control_timeout_s, config.start_timeout_s
-    # Cancellation is possible between two steps, and within a step only if the server itself then aborts it.
     await _to_the_end(_clear(server, timeout_s))
     if isinstance(source, str):  # SGLang continues loading even if nobody waits
         await _to_the_end(load_folder_into(server, source, UNCONFIRMED, timeout_s=load_timeout_s))

@@ -16,17 +16,14 @@ from megatron_rl.life.beat import Beat, HoldWatch
 T = TypeVar("T")
 
 LEAST_BLOCKING_STEPS, MOST_BLOCKING_STEPS = 64, 1024
-"""Bounds of the number of threads in a loop's pool. A thread is started only when all others are busy."""
 
 
 class EventLoopThread:
     """An event loop with its daemon thread. `run` and `submit` are for other threads.
 
-    For example:
-
-        thread = EventLoopThread("rollout")
-        print(thread.run(asyncio.sleep(1, "slept")))
-        thread.stop()
+    thread = EventLoopThread("rollout")
+    print(thread.run(asyncio.sleep(1, "slept")))
+    thread.stop()
     """
 
     def __init__(self, name: str, *, blocking_steps: int = LEAST_BLOCKING_STEPS) -> None:
@@ -67,9 +64,9 @@ class EventLoopThread:
 
 
 def allow_blocking_steps(loop: asyncio.AbstractEventLoop, count: int) -> None:
-    """Let up to `count` calls of `asyncio.to_thread` run concurrently, within the bounds of this module.
+    """Let `count` calls of `asyncio.to_thread` run concurrently, within the bounds of this module.
 
-    asyncio's default is a few threads per core, although waiting threads need no core.
+    asyncio's default is a few threads per core. A thread is started only when all others are busy.
     """
     threads = min(max(count, LEAST_BLOCKING_STEPS), MOST_BLOCKING_STEPS)
     loop.set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="blocking-step"))
@@ -84,10 +81,7 @@ async def cancel_others() -> None:
 
 
 async def in_own_thread(call: Callable[[], T], *, name: str) -> T:
-    """Run a blocking call in its own thread and return its result.
-
-    The loop's own pool could be full of users' blocking steps.
-    """
+    """Run a blocking call in its own thread, because users' blocking steps may occupy the loop's whole pool."""
     future: Future[T] = Future()
 
     def run() -> None:

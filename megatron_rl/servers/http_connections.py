@@ -68,7 +68,6 @@ class Exchange:
         self.error: Exception | None = None
         self.is_over = False
         self.connection: Connection | None = None
-        """The connection while it carries this exchange. None before, while one is being made, and after."""
         self.is_reused = False
         """True if the connection has carried others before, so that the server may have been about to close it."""
         self._at_most, self._stream, self._size = at_most, stream, 0
@@ -100,7 +99,7 @@ class Exchange:
                 connecting.cancel()
 
     def connect(self, connecting: asyncio.Task[None]) -> None:
-        """Note the task that makes the connection. It is cancelled if the exchange fails before."""
+        """Note the task that makes the connection. It is cancelled if the exchange fails first."""
         self._connecting = connecting
         connecting.add_done_callback(self._connected)
 
@@ -112,13 +111,12 @@ class Exchange:
             self.fail(error if isinstance(error, Exception) else ConnectionAbortedError(str(error)))
 
     def finish(self) -> None:
-        """Wake whoever waits."""
         self.is_over, self.connection = True, None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def take(self, piece: bytes) -> None:
-        """Take a piece of the body. Whatever the stream raises ends the exchange."""
+        """Take a piece of the body. An exception of the stream ends the exchange."""
         try:
             if self._stream is not None and self.status == 200:
                 self._stream.take(piece)
@@ -145,7 +143,7 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        """Bytes received since the last of a body."""
+        """Bytes received since the last piece of a body."""
         self._ends_with_connection = self._is_spoilt = False
 
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
@@ -223,13 +221,11 @@ class Connection(asyncio.Protocol):
 class Connections:
     """All connections of one client.
 
-    For example:
-
-        connections = Connections({"Authorization": "Bearer ..."}, keepalive_s=2.0)
-        exchange = Exchange(at_most=1000)
-        connections.send(exchange, connections.origin("http://127.0.0.1:30000"), "GET", "/health")
-        await exchange.wait()  # exchange.status, exchange.pieces
-        connections.close()
+    connections = Connections({"Authorization": "Bearer ..."}, keepalive_s=2.0)
+    exchange = Exchange(at_most=1000)
+    connections.send(exchange, connections.origin("http://127.0.0.1:30000"), "GET", "/health")
+    await exchange.wait()  # exchange.status, exchange.pieces
+    connections.close()
     """
 
     def __init__(self, headers: dict[str, str], *, keepalive_s: float) -> None:

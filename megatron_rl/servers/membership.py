@@ -47,22 +47,19 @@ SELECT_POLL_S = 0.05
 BAD_REPLIES = 4
 """Value of `Member.bad_replies` at which a server is dropped."""
 JUDGED_REPLIES, LEAST_REPLIES = 64, 16
-"""Number of a server's newest replies that are judged, and the minimum for judging. The server is dropped if half of
-them lack a log-probability."""
+"""Number of a server's newest replies that are judged, and the minimum for judging."""
 LAG_SHARE = 0.1
 """A failed query is repeated if this event loop stalled meanwhile for more than this fraction of `patience_s`."""
 MOST_STATES = 256
 """Maximum servers that `states` describes."""
 VISITS = 10
-"""Maximum retries after event-loop stalls. Without it, a loop that stalls all the time would never find a server
-dead."""
+"""Maximum retries after stalls of the event loop, so that a dead server is found even if it stalls all the time."""
 
 
 class ServerState(Enum):
     """State of a server. The table above lists the transitions."""
 
     SERVING = "serving"
-    """The server receives requests and takes part in publications."""
     LOST = "lost"
     """The server receives no requests. It is probed until it answers."""
     BEHIND = "behind"
@@ -80,19 +77,18 @@ class Member:
     weights: str | None = None
     """Name of the weights with which it may serve again. None if it must receive weights first."""
     failures: int = 0
-    """Failures since the server's last good reply."""
     bad_replies: int = 0
     """Count of bad replies, from which each later good reply subtracts one. Never below 0."""
     unknown_logprobs: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED_REPLIES), repr=False)
     """For each of the server's newest replies: True if the reply lacked a log-probability."""
     distrusted: str | None = None
-    """Instance ID of the server process whose replies cannot be trusted. Empty if the server reports none."""
+    """Instance ID of the server process whose replies cannot be trusted. Empty if the server reports no ID."""
     is_restarted: bool = False
-    """True if the server was restarted since it last took part in a publication or first named its weights."""
+    """True if the server was restarted since it received its weights."""
     is_published: bool = False
-    """True if the server has weights that were published to it, not those that it started with."""
+    """True if the server has received weights by a publication or by catching up."""
     silent_since: float | None = None
-    """Monotonic time since which checks find that the server generates nothing, or None."""
+    """Monotonic time since which checks find that the server generates nothing."""
     dropped_in: int = -1
     """Number of the publication in which the server failed, or -1."""
     trouble: str = ""
@@ -113,9 +109,8 @@ class Membership:
     ) -> None:
         """catch_up: brings a server to the current weights and returns their name, or None if no source has them.
 
-        publication: rollout.publication; servers that cannot receive weights in this way stay LOST. on_drop(url,
-        reason) is called for servers that failed a publication or cannot be trusted. on_failure(message) is called if a
-        permanent task here has ended.
+        publication: rollout.publication; servers that cannot receive weights in this way stay LOST. on_drop: see
+        ClientOptions. on_failure: see Fleet.
         """
         self._members = {server: Member(server) for server in servers}
         self.serving = list(servers)
@@ -124,7 +119,8 @@ class Membership:
         """Counts changes of `publishing`. A weight-update group created under another number is obsolete."""
         self._catch_up, self._publication, self._on_drop = catch_up, publication, on_drop
         self._on_failure = on_failure or logger.error
-        self._may_catch_up = True
+        self.may_catch_up = True
+        """False from `select_servers` to the end of the publication, and while servers have lent their memory."""
         self._patience_s = math.inf
         self.follows = False
         """True if another client publishes. This client may learn of a publication later than the servers."""
@@ -138,10 +134,7 @@ class Membership:
         self._some_serve.set()
 
     def begin(self, patience_s: float) -> None:
-        """Start watching the servers, which have answered `probe` and serve with the weights that they named.
-
-        From now on a server that does not respond for `patience_s` is lost, together with its requests.
-        """
+        """Start watching the servers, which have answered `probe`. One that is silent for `patience_s` is lost."""
         for server, member in self._members.items():
             member.weights = server.info.weight_version if server.info else None
         self._patience_s = patience_s
@@ -149,7 +142,7 @@ class Membership:
         self._patrol = self.lasting(self._go_round(), "the patrol of rollout servers")
 
     def lasting(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Start a permanent task. If it raises, `on_failure` is called, because nobody awaits it."""
+        """Start a permanent task. If it raises, call `on_failure`."""
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -162,9 +155,8 @@ class Membership:
 
     def add(self, server: ServerClient) -> None:
         """Add a new server. It takes part in publications once it answers, and serves once it has weights."""
-        member = Member(server, ServerState.LOST, trouble="is new")
-        self._members[server] = member
-        self._watch(member)
+        self._members[server] = Member(server, ServerState.LOST, trouble="is new")
+        self._watch(self._members[server])
 
     def _move(self, member: Member, state: ServerState) -> None:
         was_serving, member.state = member.state is ServerState.SERVING, state
@@ -190,12 +182,11 @@ class Membership:
     @property
     def needs_weights(self) -> bool:
         """True if no server serves and one that answers lacks the weights. Callable from any thread."""
-        # Copied at once, here and below, because the loop's thread may add a server meanwhile.
         answering = (ServerState.BEHIND, ServerState.CATCHING_UP)
+        # A copy, here and below, because the loop's thread may add a server meanwhile.
         return not self.serving and any(member.state in answering for member in list(self._members.values()))
 
     def troubles(self) -> str:
-        """Describe the problems of the servers that do not serve."""
         return "; ".join(m.trouble for m in self._members.values() if m.state is not ServerState.SERVING)
 
     def states(self) -> list[dict[str, Any]]:
@@ -221,12 +212,10 @@ class Membership:
 
     def weights_of(self, server: ServerClient) -> str | None:
         """Return the last known name of the server's weights."""
-        member = self._members.get(server)
-        return None if member is None else member.weights
+        return member.weights if (member := self._members.get(server)) is not None else None
 
     def is_published(self, server: ServerClient) -> bool:
-        member = self._members.get(server)
-        return member is not None and member.is_published
+        return (member := self._members.get(server)) is not None and member.is_published
 
     def record_success(self, server: ServerClient) -> None:
         if (member := self._members.get(server)) is not None:
@@ -235,10 +224,7 @@ class Membership:
             member.bad_replies = max(0, member.bad_replies - 1)
 
     def record_unknown_logprob(self, server: ServerClient, trouble: str) -> None:
-        """Note a reply that lacked a log-probability. Drop the server if half of its newest replies do.
-
-        The last serving server is not dropped. The policy is then the likely cause, so the run ends with that reason.
-        """
+        """Note a reply that lacked a log-probability. Drop the server if half of its newest replies do."""
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
             return
@@ -248,15 +234,13 @@ class Membership:
             return
         reason = f"{sum(newest)} of its last {len(newest)} replies lack the log-probability of a token ({trouble})"
         newest.clear()
-        if len(self.serving) == 1:
+        if len(self.serving) == 1:  # then the policy is the likely cause
             self._on_failure(
                 f"rollout: {server.url}, the only server left: {reason}. A policy that has become nearly certain "
                 f"causes this, as do infinite weights: look at policy/entropy, and at the learning rate."
             )
             return
-        member.distrusted = (server.info.start if server.info else None) or ""
-        self.drop(server, reason)
-        member.dropped_in = -1  # it failed no publication
+        self._drop_until_restart(member, reason)
 
     def distrust(self, server: ServerClient, trouble: str) -> None:
         """Note a bad reply. The server becomes LOST, and is dropped if `bad_replies` reaches BAD_REPLIES."""
@@ -267,9 +251,12 @@ class Membership:
         if member.bad_replies < BAD_REPLIES:
             self.lose(server, trouble)
             return
-        member.distrusted = (server.info.start if server.info else None) or ""
         member.bad_replies = 0
-        self.drop(server, f"{BAD_REPLIES} of its replies could not be used: {trouble}")
+        self._drop_until_restart(member, f"{BAD_REPLIES} of its replies could not be used: {trouble}")
+
+    def _drop_until_restart(self, member: Member, trouble: str) -> None:
+        member.distrusted = (member.server.info.start if member.server.info else None) or ""
+        self.drop(member.server, trouble)
         member.dropped_in = -1  # it failed no publication
 
     def lose(self, server: ServerClient, trouble: str) -> None:
@@ -303,9 +290,9 @@ class Membership:
             self._on_drop(server.url, trouble)
 
     async def select_servers(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
-        """Select the servers of the next publication: all that answer, at least one.
+        """Select the servers of the next publication: all that answer. Raises ServerError if none does in `timeout_s`.
 
-        Raises ServerError if none answers for `timeout_s`. An exception from `check` ends the wait.
+        check: called while none answers; its exception ends the wait.
         """
         await self.stop_catching_up()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -321,8 +308,8 @@ class Membership:
             self.publishing = present
 
     async def stop_catching_up(self) -> None:
-        """Stop servers from catching up until `mark_published` or `allow_catching_up`. Waits until none does."""
-        self._may_catch_up = False  # first: no other may begin during the wait below
+        """Stop servers from catching up, also those that do so now. Waits for their ends."""
+        self.may_catch_up = False  # first: no other may begin during the wait below
         for member in [member for member in self._members.values() if member.state is ServerState.CATCHING_UP]:
             if member.watcher is not None:
                 member.watcher.cancel()
@@ -330,17 +317,9 @@ class Membership:
             if member.state is not ServerState.SERVING:  # otherwise it finished before the cancellation
                 self._watch(member)
 
-    def allow_catching_up(self) -> None:
-        self._may_catch_up = True
-
-    @property
-    def is_publishing(self) -> bool:
-        """True from `select_servers` to the end of the publication."""
-        return not self._may_catch_up
-
     def _present(self) -> list[ServerClient]:
         present = [server for server, member in self._members.items() if member.state is not ServerState.LOST]
-        # A server that failed this publication may fail it again. It is used only if no other is left.
+        # A server that failed this publication is used only if no other is left.
         return [s for s in present if self._members[s].dropped_in < self._publications] or present
 
     def mark_published(self, servers: list[ServerClient], weights: str) -> None:
@@ -358,7 +337,7 @@ class Membership:
                 if member.state is ServerState.SERVING:
                     self.lose(server, "left out of a publication")
         self._publications += 1
-        self._may_catch_up = True
+        self.may_catch_up = True
 
     def close(self) -> None:
         self._beat.end()
@@ -384,46 +363,43 @@ class Membership:
     async def _visit(self, server: ServerClient, is_suspect: bool) -> None:
         # Weight names are comparable only if no publication was in progress at any time between question and answer.
         published, publications = self.weights_of(server), self._publications
-        may_compare = not self.is_publishing
+        may_compare = self.may_catch_up
         try:
             weights = await self.patiently(lambda: server.give_sign_of_life(timeout_s=self._patience_s))
         except ServerError as error:
             self.lose(server, str(error))
             server.abandon_calls()
             return
-        may_compare = may_compare and not self.is_publishing and publications == self._publications
+        may_compare = may_compare and self.may_catch_up and publications == self._publications
         if may_compare and None not in (weights, published) and weights != published:
             # The other client, which publishes, has updated it. `mark_published` will tell this client.
             is_ahead = VERSION.fullmatch(str(weights)) and VERSION.fullmatch(str(published))
             if not (self.follows and is_ahead and int(str(weights)) > int(str(published))):
                 self.lose(server, f"has weights {weights!r}, and was published {published!r}")
                 return
-        await self._see_it_generate(server, is_suspect)
-
-    async def _see_it_generate(self, server: ServerClient, is_suspect: bool) -> None:
-        """Make a server LOST if it generates nothing.
-
-        A server whose scheduler hangs answers everything except generation requests.
-        """
-        member = self._members.get(server)
-        if member is None:
+        if (member := self._members.get(server)) is None:
             return
         quiet_s = time.monotonic() - max(server.last_reply_s, server.busy_since)
         is_suspect = is_suspect or member.silent_since is not None
         # A paused server generates nothing. An idle one is not checked, as the check makes SGLang generate a token.
-        if self.is_publishing or not (is_suspect or (server.calls and quiet_s >= self._patience_s)):
-            member.silent_since = None
-            return
-        try:
-            await self.patiently(lambda: server.check_generation(timeout_s=self._patience_s))
-        except (ServerError, RequestRefused) as error:
-            # Another client may have paused it.
-            member.silent_since = member.silent_since or time.monotonic()
-            if time.monotonic() - member.silent_since >= self._patience_s:
-                self.lose(server, f"generates nothing: {error}")
-                server.abandon_calls()
+        if self.may_catch_up and (is_suspect or (server.calls and quiet_s >= self._patience_s)):
+            with contextlib.suppress(ServerError, RequestRefused):
+                await self._check_generation(member, timeout_s=self._patience_s)
         else:
             member.silent_since = None
+
+    async def _check_generation(self, member: Member, *, timeout_s: float) -> None:
+        """Raise if the server generates nothing. If it does so for `patience_s`, it becomes LOST."""
+        try:
+            await self.patiently(lambda: member.server.check_generation(timeout_s=timeout_s))
+        except (ServerError, RequestRefused) as error:
+            # Be patient, because another client may have paused it.
+            member.silent_since = member.silent_since or time.monotonic()
+            if time.monotonic() - member.silent_since >= self._patience_s:
+                self.lose(member.server, f"generates nothing: {error}")
+                member.server.abandon_calls()
+            raise
+        member.silent_since = None
 
     async def patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
         """Call `ask`, and retry if it failed while this event loop stalled, which looks like a server failure."""
@@ -437,21 +413,21 @@ class Membership:
         return await ask()
 
     def suspect(self) -> None:
-        """Visit all servers now, because something failed at an unknown one."""
+        """Visit all servers now, because one of them has failed and it is unknown which."""
         self._is_suspicious.set()
 
     def _watch(self, member: Member) -> None:
         self._stop_watching(member)
 
-        def look(task: asyncio.Task[None]) -> None:  # a bug of ours must not end the watch
-            if not task.cancelled() and (error := task.exception()) is not None:
-                member.failures, member.trouble = member.failures + 1, f"{type(error).__name__}: {error}"
-                logger.error("the watch over %s begins again", member.server.url, exc_info=error)
-                if self._members.get(member.server) is member:  # not removed meanwhile
-                    self._watch(member)
+        async def watch() -> None:
+            while member.state is not ServerState.SERVING:
+                try:
+                    await self._look_after(member)
+                except Exception as error:  # a bug of ours must not end the watch
+                    member.failures, member.trouble = member.failures + 1, f"{type(error).__name__}: {error}"
+                    logger.error("the watch over %s begins again", member.server.url, exc_info=error)
 
-        member.watcher = asyncio.get_running_loop().create_task(self._look_after(member))
-        member.watcher.add_done_callback(look)
+        member.watcher = asyncio.get_running_loop().create_task(watch())
 
     def _stop_watching(self, member: Member) -> None:
         if member.watcher is not None:
@@ -470,7 +446,7 @@ class Membership:
                 # If another client publishes, the server may have caught up; its name alone then shows that.
                 is_as_before = self.follows or not member.is_published or server.has_same_start
                 if member.weights is not None and info.weight_version == member.weights and is_as_before:
-                    await self._check_generation(member)
+                    await self._check_generation(member, timeout_s=LOOK_TIMEOUT_S)
                     if member.weights == info.weight_version:  # otherwise a publication has overtaken it
                         if self.follows:
                             server.forget_start()
@@ -483,7 +459,7 @@ class Membership:
                     # The process in the weight group is another one.
                     member.is_restarted, self.number = True, self.number + 1
                 self._move(member, ServerState.BEHIND)
-                if self._may_catch_up and member.distrusted is None and await self._has_caught_up(member):
+                if self.may_catch_up and member.distrusted is None and await self._has_caught_up(member):
                     break
             except (ServerError, RequestRefused) as error:
                 member.trouble = str(error)
@@ -492,16 +468,6 @@ class Membership:
         # No await between the last check and this line: a publication could begin and end in between.
         member.watcher, member.silent_since = None, None
         self._move(member, ServerState.SERVING)
-
-    async def _check_generation(self, member: Member) -> None:
-        """Raise if the server generates nothing. After `patience_s` also move its requests to others."""
-        try:
-            await member.server.check_generation(timeout_s=LOOK_TIMEOUT_S)
-        except (ServerError, RequestRefused):
-            member.silent_since = member.silent_since or time.monotonic()
-            if time.monotonic() - member.silent_since >= self._patience_s:
-                member.server.abandon_calls()
-            raise
 
     async def _has_caught_up(self, member: Member) -> bool:
         """Try to bring the server to the current weights. A server that fails is retried less and less often."""

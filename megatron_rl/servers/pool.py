@@ -1,8 +1,7 @@
 """The servers of one client, controlled together: pause, resume and publication. All coroutines run on one loop.
 
 A server that fails a command is dropped, and the others continue. After an update that did not reach every
-participating server, none receives requests until a later update is complete. A server that returns between
-publications is brought to the current weights, if this client has published them.
+participating server, none receives requests until a later update is complete.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +17,7 @@ from typing import Any
 
 from megatron_rl.api import HeldWeights, NoServerLeft, RequestRefused
 from megatron_rl.config import GenerationConfig, RolloutConfig
+from megatron_rl.launch import open_files
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.launch.server_registry import registered_urls
 from megatron_rl.routes import RouteForm
@@ -28,13 +27,7 @@ from megatron_rl.servers.http_connections import Connections
 from megatron_rl.servers.membership import Membership
 from megatron_rl.servers.reply_check import Asked, ReplyPart, newest_of
 from megatron_rl.servers.router import Router
-from megatron_rl.servers.server_http import (
-    BadReply,
-    Busy,
-    CommandRefused,
-    ServerError,
-    UnknownLogprob,
-)
+from megatron_rl.servers.server_http import BadReply, Busy, CommandRefused, ServerError, UnknownLogprob
 from megatron_rl.servers.server_memory import ServerMemory
 from megatron_rl.support import NOT_ADJUSTED, Adjusting
 from megatron_rl.telemetry.spans import Spans
@@ -42,21 +35,20 @@ from megatron_rl.telemetry.spans import Spans
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""Seconds for which an idle connection is kept: less than uvicorn's 5 s, because a control call on a connection that
-the server is closing would be lost."""
+"""Seconds for which an idle connection is kept: less than uvicorn's 5 s, at which the server closes it."""
 PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
-"""Timeout of the first health check. If it expires, the server is resumed in case it was paused. A paused SGLang needs
-20 s to report that it is unhealthy, and resuming a server that is merely slow does no harm."""
+"""Timeout of the first health check, after which the server is resumed in case it was paused. A paused SGLang needs
+20 s to report that it is unhealthy."""
 REGISTRY_EVERY_S = 2.0
 ROUTER_TIMEOUT_S = 60.0
 ROUTER_RETRY_S = 1.0
 HEARSAY_S, HEARSAY_POLL_S = 30.0, 0.05
 """Maximum wait, and poll interval, for news of another client's publication if a reply already has its version."""
 REPLY_READERS = 2
-"""Number of threads that parse long replies, each at some millions of tokens per second."""
+"""Number of threads that parse long replies."""
 FILES_FOR_OTHERS = 256
-"""File descriptors reserved for other purposes than requests: control calls, rewards, logs."""
+"""File descriptors reserved for other purposes than requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,15 +56,12 @@ class ClientOptions:
     """Options of a rollout client in addition to its config."""
 
     seed: int | None = None
-    """The run's seed, from which sampling seeds are derived together with a sample's name. None: the servers choose."""
+    """The run's seed. Sampling seeds are derived from it and from a sample's name. None: the servers choose."""
     on_drop: Callable[[str, str], None] | None = None
-    """on_drop(url, reason) is called, on the event loop, for a server that failed a publication or cannot be
-    trusted."""
+    """Called on the event loop as on_drop(url, reason) for a server that failed a publication or cannot be trusted."""
     run_name: str = ""
-    """Name under which servers register in rollout.registry; they may come and go. Only the publishing client needs it.
-    Other clients follow that one, by `mark_published`."""
+    """Name under which servers register in rollout.registry. Only the publishing client needs it."""
     vocab_size: int | None = None
-    """The model's vocabulary size, if known."""
     routes: RouteForm | None = None
     """Form in which servers report the experts of tokens, if the trainer replays them."""
     trained_as: GenerationConfig | None = None
@@ -88,14 +77,12 @@ ALONE = ClientOptions()
 class Fleet:
     """The servers of one client. Create it on its event loop, call `connect` first and `close` last.
 
-    For example:
-
-        await fleet.connect()
-        await fleet.members.select_servers(timeout_s=60.0)
-        await fleet.pause()
-        fleet.begin_update()
-        await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=60.0))
-        fleet.finish_update(version=1)  # then `await fleet.resume()`: replies are of version 1
+    await fleet.connect()
+    await fleet.members.select_servers(timeout_s=60.0)
+    await fleet.pause()
+    fleet.begin_update()
+    await fleet.on_all(lambda server: server.command("/update_weights_from_disk", body, timeout_s=60.0))
+    fleet.finish_update(version=1)  # then `await fleet.resume()`: replies are of version 1
     """
 
     def __init__(
@@ -133,9 +120,7 @@ class Fleet:
         self._published: int | None = None
         self._folder: str | None = None
         self._held: dict[ServerClient, HeldWeights] = {}
-        """The weights that each server reported in this publication."""
         self._current: Current | None = None
-        """The weights of this client's last publication; None before the first."""
         self._watchers: list[asyncio.Task[None]] = []
         # A separate pool, because users' blocking steps may occupy the whole pool of the loop.
         self._registry_reader = ThreadPoolExecutor(1, thread_name_prefix="registry")
@@ -152,10 +137,7 @@ class Fleet:
         )
 
     async def connect(self) -> None:
-        """Query the health and properties of all servers.
-
-        Raises ServerError or RequestRefused, naming one that fails.
-        """
+        """Query all servers' properties. Raises ServerError or RequestRefused, naming one that fails."""
 
         async def greet(server: ServerClient) -> None:
             info = await server.probe(timeout_s=PROBE_TIMEOUT_S)
@@ -195,8 +177,7 @@ class Fleet:
     ) -> Asked:  # fmt: skip
         """Return the facts against which the reply to a request sent to `server` now is checked.
 
-        routed: number of leading rows whose routes are not requested. support: maximum size of a token's support; 0 if
-        supports are not requested. adjusting: the request's penalties and biases. changed: as in `Asked`.
+        routed: number of leading rows whose routes are not requested. Other arguments: as in Asked.
         """
         is_routed = self.router is not None
         return server.asked(
@@ -235,7 +216,6 @@ class Fleet:
         return self.router is None and any(other is not server for other in self.members.serving)
 
     def record_failure(self, server: ServerClient, error: ServerError) -> None:
-        """Note that a request failed on `server`."""
         if isinstance(error, Busy):  # a busy server is healthy
             return
         if self.router is not None:  # the router does not say which server failed
@@ -255,8 +235,9 @@ class Fleet:
             self.members.lose(server, f"gave no reply at all for {time.monotonic() - since:.3g} s")
 
     async def _tell_router(self) -> None:
-        """Make the router send requests to the serving servers only."""
-        assert self.router is not None
+        """Make the router, if there is one, send requests to the serving servers only."""
+        if self.router is None:
+            return
         self.members.changed.clear()  # cleared first, so that changes during the call are sent next
         try:
             await self.router.serve_with([server.url for server in self.members.serving], timeout_s=ROUTER_TIMEOUT_S)
@@ -290,7 +271,7 @@ class Fleet:
     def enlist(self, urls: list[str]) -> None:
         """Set the fleet's servers: new ones catch up, those no longer listed are removed.
 
-        During a publication none is removed. An empty list removes none either, because nothing would be gained.
+        None is removed during a publication, or if the list is empty.
         """
         known, urls = {server.url: server for server in self.servers}, [url.rstrip("/") for url in urls]
         for url in urls:
@@ -298,7 +279,7 @@ class Fleet:
                 logger.info("%s is a new rollout server", url)
                 self.servers.append(self._client(url))
                 self.members.add(self.servers[-1])
-        if urls and not self.members.is_publishing:
+        if urls and self.members.may_catch_up:
             for server in [server for url, server in known.items() if url not in urls]:
                 logger.warning("%s has left the registry", server.url)
                 self.servers.remove(server)
@@ -309,8 +290,7 @@ class Fleet:
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """Run `act` on all participating servers and drop those that fail. Raises NoServerLeft if none is left.
 
-        A healthy server that refuses is dropped only if another server succeeded. If no server succeeded and some
-        refused, the command is at fault, and CommandRefused is raised.
+        If no server succeeds and some refuse, the command is at fault: these are kept, and CommandRefused is raised.
         """
         servers = list(self.members.publishing)  # a copy, because drop() below modifies the list
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
@@ -344,9 +324,9 @@ class Fleet:
         await self.on_all(pause)
 
     async def resume(self) -> None:
-        """Resume the servers. They receive requests again unless the last update is incomplete.
+        """Resume the servers unless they have lent memory to the trainer.
 
-        Servers that have lent memory to the trainer stay paused until `set_memory` returns it.
+        They receive requests again unless the last update is incomplete.
         """
         timeout_s = self.config.control_timeout_s
         if not self.update_is_whole:
@@ -360,21 +340,19 @@ class Fleet:
                 self._current = self._confirmed(servers, str(version))
                 self.mark_published(servers, version)
                 self._published = None
-                if self.router is not None:
-                    with contextlib.suppress(ServerError):  # it is told again later
-                        await self._tell_router()
+                with contextlib.suppress(ServerError):  # it is told again later
+                    await self._tell_router()
             if self._memory.is_whole:
-                self.members.allow_catching_up()
+                self.members.may_catch_up = True
                 self.open.set()  # last: by now the router and other followers know the servers
             else:  # mark_published has allowed it, but the trainer has the devices
                 await self.members.stop_catching_up()
 
     async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
-        """Make all responding servers hold exactly these parts of their memory. Return the URLs of failed ones.
+        """Make all servers hold exactly these parts of their memory. Drop those that fail, and return their URLs.
 
-        With all parts the servers resume. With fewer parts they are paused, requests wait, and interrupted replies are
-        requested again later. starts: URL -> number that changes with each restart of the server. Servers that fail are
-        dropped. Raises CommandRefused if all refuse.
+        With all parts the servers resume. With fewer parts they are paused and requests wait. starts: URL -> number
+        that changes with each restart of the server. Raises CommandRefused if all refuse.
         """
         self._memory.wanted = parts
         if not self._memory.is_whole:  # requests must wait before a server is paused
@@ -395,12 +373,12 @@ class Fleet:
             try:
                 await self.resume()
             except NoServerLeft:  # replies wait for restarted servers, which wait for a publication
-                self.members.allow_catching_up()
+                self.members.may_catch_up = True
                 self.open.set()
         return list(failures)
 
     def check_publishable(self) -> None:
-        """Raise RequestRefused for the first server that cannot receive new weights."""
+        """Raise RequestRefused if a server cannot receive new weights."""
         for server in self.members.publishing:
             if server.info is not None and (why := server.info.refusal(self.config.publication)):
                 raise RequestRefused(f"{server.url}: {why}")
@@ -411,7 +389,7 @@ class Fleet:
         self.update_is_whole, self._folder, self._held = False, folder, {}
 
     def note_held(self, server: ServerClient, held: HeldWeights) -> None:
-        """Note the weights that a server reports to hold. The publisher drops the server if they are wrong."""
+        """Note the weights that a server reports. The publisher drops the server if they are wrong."""
         self._held[server] = held
 
     def _confirmed(self, servers: list[ServerClient], version: str) -> Current:
@@ -429,8 +407,7 @@ class Fleet:
         source = source_for(server, self.members.serving, current) if current is not None else None
         if current is None or source is None:
             return None
-        if self.router is not None:  # otherwise partial replies that it aborts now could be accepted
-            await self._tell_router()
+        await self._tell_router()  # otherwise partial replies that the server aborts now could be accepted
         server.forget_start()
         await server.check_start(timeout_s=self.config.control_timeout_s)  # this instance takes the weights
         await catch_up(server, source, current, self.config)
@@ -462,10 +439,7 @@ class Fleet:
         self.mark_published([server for server in servers if server.info is not None], version)
 
     def mark_published(self, servers: list[ServerClient], version: int) -> None:
-        """Note that `servers` have `version` and serve.
-
-        All others wait until they catch up or join a later publication.
-        """
+        """Note that `servers` have `version` and serve. Others must catch up or join a later publication."""
         for server in servers:
             server.cache.publish(str(version), flushed=not server.keeps_cache)
         if self.router is not None:
@@ -475,7 +449,5 @@ class Fleet:
 
 def most_requests() -> int:
     """Return how many concurrent requests this process has file descriptors for."""
-    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit == resource.RLIM_INFINITY:
-        return 2**31
+    limit = open_files.limit()
     return max(1, limit // 4, limit - FILES_FOR_OTHERS)

@@ -1,11 +1,8 @@
 """The only checker of servers' replies: nothing of a reply is used before the whole reply was found valid.
 
 A reply is checked against its request: counts, ids, log-probabilities, finish reason and weight versions, each by type
-and range and for mutual consistency. ValueError names the field, its value and the rule.
-
-    long       the operator reply_tokens splits the bytes into token tensors and the remaining JSON; orjson parses that,
-               and check_reply checks both
-    otherwise  orjson parses everything, and check_reply has a message for each fault
+and range and for mutual consistency. ValueError names the field, its value and the rule. The operator reply_tokens
+extracts and checks the tokens of long replies, and orjson parses all the rest.
 """
 
 from __future__ import annotations
@@ -40,12 +37,11 @@ LOWEST_LOGPROB = -1e4
 MOST_IDS = 2**31
 """Bound of token ids if the vocabulary size is unknown."""
 KEPT_BACK = 64
-"""Tokens of its context, and pages of its cache, that a server may reserve."""
+"""Tokens of its context or cache that a server may reserve."""
 SHORT_BYTES = 4 * 1024
 """Replies below this size are read by Python, which takes less time than one call of an operator."""
 ESCAPED_COLON = b"\\u003"
 """The beginning of ':' as an escape, and of some others."""
-WITHOUT_COLONS = {int, float, bool, type(None)}
 NOT_FINITE = re.compile(rb"[\[,:\s](-?Infinity|NaN)(?=[\],}\s])")
 VERSION = re.compile(r"[0-9]{1,15}")
 REPLY_BYTES, TOKEN_BYTES, ID_BYTES = 2**20, 2**10, 12
@@ -69,23 +65,25 @@ class Asked:
     is_routed: bool = False
     vocab_size: int | None = None
     room: int | None = None
-    """Tokens of prompt and reply for which the server has room, if known."""
+    """Maximum tokens of prompt and reply that fit on the server, if known."""
     gives_spans: bool = True
     gives_text: bool = True
     late: int = 0
     """Number of leading tokens of a span that were sampled before the server changed the version's name."""
     routes: RouteForm | None = None
-    """Form of the routes in the reply, if they were requested."""
     routes_from: int = 0
-    """First row for which routes were requested."""
     support: int = 0
     """Maximum size of a token's support, if supports were requested."""
     adjusting: Adjusting = NOT_ADJUSTED
-    """The request's penalties and biases."""
     changed: int = 0
     """Places for the tokens whose logits these change, if the reply is trained over the whole vocabulary."""
     keeps_counts: bool = True
     """False for SGLang: if it retracts a request, it forgets which tokens penalties have counted."""
+
+    @property
+    def ids_below(self) -> int:
+        """Exclusive upper bound of token ids."""
+        return MOST_IDS if self.vocab_size is None else self.vocab_size
 
     @property
     def bytes_at_most(self) -> int:
@@ -104,9 +102,8 @@ class ReplyPart:
     """stop, length or abort."""
     text: str
     cached_tokens: int
-    """Prompt tokens that were found in the KV cache."""
     spans: list[tuple[str, int]]
-    """(weight version, number of tokens) of each span, in order. Empty if the server reports none."""
+    """(weight version, number of tokens) of each span. Empty if the server reports none."""
     routes: Tensor | None = None
     """`[rows, layers, slots]` from the first requested row on. None if an abort has none."""
     support: Tensor | None = None
@@ -114,25 +111,21 @@ class ReplyPart:
     adjustment: Tensor | None = None
     """`[tokens, W, P]`, as in megatron_rl/support.py, if supports were requested with penalties or biases."""
     guessed_passes: int = 0
-    """Passes over tokens that a draft head has guessed. 0 if the server guesses none."""
+    """Number of passes over tokens that a draft head has guessed."""
     right_guesses: int = 0
-    """Guessed tokens that are tokens of the reply."""
+    """Number of guessed tokens that are tokens of the reply."""
     timing: dict[str, float] = field(default_factory=dict)
-    """The times named in TIMING that the server reports."""
 
 
 class NoLogprob(ValueError):
     """A sampled token has NaN, an infinity or nothing as its log-probability.
 
-    A nearly certain policy makes healthy servers report this. The reply is useless, but the server is not yet to blame.
+    A nearly certain policy makes healthy servers report this, so one such reply is no reason to blame the server.
     """
 
 
 class CountsLost(NoLogprob):
-    """A server has forgotten, within the reply, which tokens penalties have counted.
-
-    So the log-probabilities of the rest cannot be computed. The server is not to blame.
-    """
+    """A server has forgotten which tokens penalties have counted, so later log-probabilities cannot be computed."""
 
 
 def read_reply(pieces: Sequence[bytes], asked: Asked) -> ReplyPart:
@@ -140,9 +133,8 @@ def read_reply(pieces: Sequence[bytes], asked: Asked) -> ReplyPart:
     content = bytearray().join(pieces)
     if len(content) < SHORT_BYTES:
         return check_reply(parsed(content), asked)
-    above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
     bounds = {"lowest": LOWEST_LOGPROB, "highest": HIGHEST_LOGPROB}
-    found = ops.reply_tokens(content, vocab_size=above, at_most=asked.max_new_tokens, **bounds)
+    found = ops.reply_tokens(content, vocab_size=asked.ids_below, at_most=asked.max_new_tokens, **bounds)
     if found is not None:
         ids, logprobs, rest = found
         with contextlib.suppress(ValueError):  # raised below, with the original answer in the message
@@ -178,7 +170,7 @@ def colons_in(value: Any) -> int:
     if kind is not list:
         return 0
     kinds = set(map(type, value))
-    if kinds <= WITHOUT_COLONS:
+    if kinds <= {int, float, bool, type(None)}:
         return 0
     if kinds == {list}:  # the tokens' triples: by far the most of a reply
         return colons_in(list(itertools.chain.from_iterable(value)))
@@ -213,12 +205,10 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
     check_counts(answer, meta, ids, asked)
     check_finish(kind, finish, ids, asked)
     spans = spans_of(meta, count)
-    names = [str(span["version"]) for span in spans]
-    versions = versions_of_names(names, asked)
+    names, lengths = [str(span["version"]) for span in spans], lengths_of(spans, count, late=asked.late)
+    versions = list(zip(versions_of_names(names, asked), lengths, strict=True))
     if count and not spans:  # SGLang before 0.5.19, or a server whose weights did not change
-        versions, ends = [pinned_version(meta, asked)], [count]
-    else:
-        ends = [span["end"] for span in spans]
+        versions = [(pinned_version(meta, asked), count)]
     found = adjustment = None
     if asked.support:
         found, logprobs = support_of(meta, ids, asked)
@@ -228,12 +218,12 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
         check_counted(meta, count, asked)
         found, adjustment = asked.adjusting.changed(ids, asked.changed)
     return ReplyPart(
-        sampled=SampledTokens(ids, logprobs, spread(versions, ends, count, late=asked.late)),
+        sampled=SampledTokens(ids, logprobs, runs_of(tuple(pair for pair in versions if pair[1]))),
         stop_reason=kind,
         # A request aborted in the queue has no text, and a server without a tokenizer never has.
         text=member(answer, "text", str, optional=not asked.gives_text or kind == "abort") or "",
         cached_tokens=member(meta, "cached_tokens", int, optional=True) or 0,
-        spans=named_spans(spans, count, late=asked.late) if count else [],
+        spans=list(zip(names, lengths, strict=True)) if count else [],
         routes=routes_of(meta, count, kind, asked),
         support=found,
         adjustment=adjustment,
@@ -254,7 +244,7 @@ def guesses_of(meta: dict[str, Any], count: int) -> dict[str, int]:
 def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tensor | None:
     """Return the routes of all rows but the last token's, which was never an input. None if routes were not requested.
 
-    An aborted reply may omit the routes, because its rows are requested again with the rest of the reply.
+    An aborted reply may omit its routes: they are requested again with the rest of the reply.
     """
     if asked.routes is None:
         return None
@@ -271,9 +261,8 @@ def support_of(meta: dict[str, Any], ids: Tensor, asked: Asked) -> tuple[Tensor,
     """Return the tokens' supports, and their log-probabilities over these: `[n, W]` int32 and `[n]` float32."""
     names = ("output_token_sampling_mask", "output_token_sampling_logprobs")
     masks, logprobs = (member(meta, name, list, optional=not len(ids)) or [] for name in names)
-    above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
     try:
-        found = support.read(masks, ids, width=asked.support, vocab_size=above)
+        found = support.read(masks, ids, width=asked.support, vocab_size=asked.ids_below)
     except ValueError as error:
         raise ValueError(f"{names[0]} {error}") from None
     if len(logprobs) != len(ids):
@@ -299,7 +288,7 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:
     """Return the ids (int32) and log-probabilities (float32) from (log-probability, id, text) triples."""
     if len(entries) > asked.max_new_tokens:
         refuse("output_token_logprobs", f"{len(entries)} entries", f"at most {asked.max_new_tokens} were asked for")
-    above = MOST_IDS if asked.vocab_size is None else asked.vocab_size
+    above = asked.ids_below
     if (found := usual_tokens(entries, above)) is not None:
         return found
     tokens, logprobs = [], []
@@ -370,7 +359,6 @@ def finish_of(meta: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 
 
 def check_finish(kind: str, finish: dict[str, Any], ids: Tensor, asked: Asked) -> None:
-    """Check that the finish reason is consistent with the tokens."""
     if kind == "stop":
         matched, last = finish.get("matched"), int(ids[-1])
         if not (type(matched) is int and matched == last) and not (type(matched) is str and matched in asked.stop):
@@ -413,10 +401,9 @@ def versions_of_names(names: list[str], asked: Asked) -> list[int]:
 
 
 def version_of(name: str, asked: Asked) -> int:
-    """Return the policy version that a weight name stands for.
+    """Return the policy version that a weight name stands for: a number, at least the request's version.
 
-    The name must be a number, at least the request's version. Before the first publication, the name that the server
-    gave its initial weights stands for the request's version.
+    Before the first publication, the name of the server's initial weights stands for the request's version.
     """
     if not asked.is_routed and name == asked.weights:
         return int(name) if VERSION.fullmatch(name) else asked.version
@@ -433,8 +420,7 @@ def version_of(name: str, asked: Asked) -> int:
 
 
 def pinned_version(meta: dict[str, Any], asked: Asked) -> int:
-    """Return the version for all tokens of a reply without spans: the oldest version that can have sampled
-    any of its tokens.
+    """Return the oldest version that can have sampled a token of a reply without spans.
 
     A server that reports spans may omit them if its weights did not change.
     """
@@ -458,40 +444,27 @@ def newest_of(part: ReplyPart, asked: Asked) -> int:
     return max((int(name) for name in names if VERSION.fullmatch(name)), default=asked.version)
 
 
-def spread(versions: list[int], ends: list[int], count: int, *, late: int = 0) -> Runs:
-    """Return the versions of `count` tokens. versions, ends: version and end (exclusive) of each span.
+def lengths_of(spans: list[dict[str, Any]], count: int, *, late: int) -> list[int]:
+    """Return how many of a reply's `count` tokens the weights of each span have sampled.
 
     The first `late` tokens of each later span were sampled before the server changed the name, so they belong to the
     previous span.
     """
-    if len(versions) == 1:
-        return one_run(versions[0], count)
-    bounds = [min(count, end + late) if count else 0 for end in ends]
-    lengths = [end - begin for begin, end in zip([0, *bounds], bounds, strict=False)]
-    runs = [(version, length) for version, length in zip(versions, lengths, strict=True) if length]
-    return Runs.of_pairs(runs)
+    ends = [min(count, span["end"] + late) for span in spans]
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])]
 
 
 @functools.lru_cache(maxsize=256)
-def one_run(version: int, count: int) -> Runs:
-    """Return one run. Replies of equal length share it, because nothing ever changes a reply's tensors."""
-    return Runs.of_pairs([(version, count)] if count else [])
-
-
-def named_spans(spans: list[dict[str, Any]], count: int, *, late: int) -> list[tuple[str, int]]:
-    """Return (weight version, number of tokens) of each span. late: as in `spread`."""
-    ends = [min(count, span["end"] + late) for span in spans]
-    return [(span["version"], end - begin) for span, begin, end in zip(spans, [0, *ends], ends, strict=False)]
+def runs_of(pairs: tuple[tuple[int, int], ...]) -> Runs:
+    """Return (version, number of tokens) pairs as runs. Replies share them, because nothing changes their tensors."""
+    return Runs.of_pairs(list(pairs))
 
 
 # -- field types
 
 
 def member(found: dict[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
-    """Return a field of exactly this type (a bool is no int).
-
-    Raises ValueError otherwise, or if missing and not `optional`.
-    """
+    """Return a field of exactly this type (a bool is no int). Raises ValueError otherwise."""
     value = found.get(name)
     if value is None and optional:
         return None

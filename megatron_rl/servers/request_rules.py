@@ -52,17 +52,13 @@ def adjusting_of(gconfig: GenerationConfig) -> Adjusting:
 
 
 def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, support: int = 0) -> None:
-    """Raise RequestRefused for a request that the server could not serve.
-
-    support: as in `Fleet.asked`.
-
-    A token id beyond the vocabulary would crash SGLang on a CPU.
-    """
+    """Raise RequestRefused for a request that the server could not serve. support: as in Asked."""
     if not tokens:
         raise RequestRefused("input_ids = []: a prompt needs at least one token.")
     info = server.info
     if info is None:
         return
+    # Such an id would crash SGLang on a CPU.
     if info.vocab_size is not None and not 0 <= min(tokens) <= max(tokens) < info.vocab_size:
         wrong = max(tokens) if max(tokens) >= info.vocab_size else min(tokens)
         raise RequestRefused(

@@ -1,9 +1,7 @@
 """SGLang's router (sglang-router 0.3), which stands in front of the servers and picks one for each request.
 
 The router forwards no control calls, does not know versions, and keeps sending requests to a restarted server without
-weights. Therefore this client tells it the set of servers after every change, before the first request that depends on
-the change.
-Replies with a token of an older version than the request's are rejected, because no valid server produces them.
+weights. Therefore this client tells it the set of servers after every change, before the next request.
 """
 
 from __future__ import annotations
@@ -19,18 +17,16 @@ POLL_S = 0.05
 
 
 class Router:
-    """Controls one router. All coroutines run on the loop of its client's session."""
+    """Controls one router by its client, which also sends requests to it as to a server."""
 
     def __init__(self, client: ServerClient) -> None:
         self.client = client
-        """Client for the router, which accepts requests like a server."""
         self._changing = asyncio.Lock()
 
     async def serve_with(self, urls: list[str], *, timeout_s: float) -> None:
         """Set the router's servers and wait until it lists exactly these. Raises ServerError after `timeout_s`.
 
-        If a server is removed, all requests in flight are sent again, because only the router knows which server has
-        them.
+        If a server is removed, all requests in flight are sent again, because it is unknown which ones it has.
         """
         async with self._changing:  # two concurrent changes would remove each other's servers
             deadline = asyncio.get_running_loop().time() + timeout_s

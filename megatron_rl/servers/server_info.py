@@ -42,7 +42,6 @@ class ServerInfo:
     checksum_form: ChecksumForm | None
     """How the server computes checksums of its weights. None if the trainer does not know how."""
     weight_version: str | None
-    """Name of the current weights."""
     is_embedded: bool
     """True for this package's own server, False for SGLang."""
     start: str | None
@@ -51,13 +50,11 @@ class ServerInfo:
     """Maximum tokens of a prompt and its reply, limited by context and cache."""
     gives_text: bool
     quantization: str | None
-    """Quantization of the weights, as reported by the server or by its model's config.json."""
     gives_routes: bool
-    """True if the server was started with the option to report the experts of each token."""
     streams_whole: bool
     """True if each event of a stream repeats the whole reply so far."""
     counts_late: bool
-    """True if penalties do not count exactly the tokens that a reply already has, or if the server may do so."""
+    """True if penalties may count the last tokens of a reply too late."""
     has_draft: bool
     """True for an SGLang server that guesses tokens with a draft head of its own."""
     weight_loaders: tuple[str, ...]
@@ -136,29 +133,20 @@ def has_dp_attention(server: dict[str, Any]) -> bool:
 
 
 def quantization_of(server: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """Return the quantization method of a server, from its arguments or its model's config.json.
-
-    None if unquantized.
-    """
+    """Return the quantization of a server, from its arguments or its model's config.json; None if there is none."""
     given = next((str(server[key]) for key in QUANTIZING if server.get(key) not in (None, "", "unquant")), None)
     method = config.get("quantization_config")
     return given or (None if method is None else str(dict(method).get("quant_method", "by its config.json")))
 
 
 def start_of(server: dict[str, Any]) -> str | None:
-    """Return a server's instance ID, which changes with each restart.
-
-    It is the server's start time, or SGLang's start-up measurements.
-    """
+    """Return a server's instance ID: its start time, or SGLang's start-up measurements."""
     start = server.get("startup_time")
     return None if start is None else str(orjson.dumps(start))
 
 
 def checksum_form(server_info: dict[str, Any], config: dict[str, Any]) -> ChecksumForm | None:
-    """Return how a server computes checksums, from its own description. None if that is unknown.
-
-    config: the model's config.json, or {}.
-    """
+    """Return how a server computes checksums, or None if that is unknown. config: the model's config.json, or {}."""
     dtype = server_info.get("dtype")
     dtype = dtype if dtype in ("float32", "bfloat16", "float16") else None
     if server_info.get("embedded"):

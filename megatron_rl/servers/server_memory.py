@@ -5,10 +5,7 @@ from __future__ import annotations
 from megatron_rl.servers.client import ServerClient
 
 ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
-"""Parts that a server needs to generate, and holds when it starts, by SGLang's tags.
-
-`cuda_graph` is the buffers of captured decoding steps. Servers without such graphs accept the tag without effect.
-"""
+"""SGLang's tags of the parts that a server holds when it starts. Servers without CUDA graphs ignore that tag."""
 
 
 class ServerMemory:
@@ -27,10 +24,9 @@ class ServerMemory:
         return self.wanted == ALL_MEMORY
 
     async def bring(self, server: ServerClient, start: int, *, timeout_s: float) -> None:
-        """Make a server hold the wanted parts. After a ServerError its parts are unknown.
+        """Make a server hold the wanted parts. If it must release some, it is paused and its requests are aborted.
 
-        start: number that changes with each restart of the server. A server that releases memory is paused first, and
-        its requests are aborted.
+        start: number that changes with each restart of the server.
         """
         # Removed until all succeeded: a server that fails is dropped and killed, and its next start holds all parts.
         known, held = self._held.pop(server.url, (start, ALL_MEMORY))

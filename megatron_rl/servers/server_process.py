@@ -23,7 +23,8 @@ from megatron_rl.launch.start_up import python_path
 if TYPE_CHECKING:  # it needs torch, and the commands that start servers do not
     from megatron_rl.routes import RouteForm
 
-SGLANG_CPU = Path(__file__).parent / "sglang_cpu"
+SGLANG_CPU = Path(__file__).parents[1] / "tools" / "sglang_cpu"
+"""Folder with stand-ins for what SGLang needs of CUDA."""
 SGLANG_CPU_PACKAGES = Path(sys.prefix) / "share" / "sglang-cpu"
 """Folder in which scripts/install_sglang_cpu.sh installs SGLang, separate from the trainer's packages."""
 WATCHDOG = Path(life.__file__).parent / "watchdog.py"
@@ -54,7 +55,7 @@ class Server:
     watchdog: subprocess.Popen[bytes] | None
     is_ready: bool = False
     fault: str = ""
-    """Why the server was killed, the first reason if there were several. Empty if it was not killed."""
+    """First reason for which the server was killed. Empty if it was not killed."""
     looked_at: float = field(default_factory=time.monotonic)
     """Monotonic time at which the supervisor's thread last began to check the server."""
 
@@ -63,7 +64,6 @@ class Server:
         return f"rollout server {self.number} (pid {self.process.pid})"
 
     def tail(self) -> str:
-        """Return the last lines of the server's log."""
         lines = self.log.read_text(errors="replace").splitlines()
         return "\n".join(lines[-LOG_TAIL_LINES:]) or "(its log is empty)"
 
@@ -80,12 +80,6 @@ class Server:
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
 
 
-SGLANG_ROUTES = "megatron_rl.servers.sglang_routes"
-"""SGLang plugin that reports the routing weights of experts."""
-SGLANG_ADAPTERS = "megatron_rl.servers.sglang_adapters"
-"""SGLang plugin that compares adapters with their checksums."""
-
-
 @dataclass(kw_only=True)
 class ServerLauncher:
     """Starts servers of one model. Logs go to `folder`."""
@@ -98,16 +92,13 @@ class ServerLauncher:
     dummy_weights: bool = False
     """True if servers skip loading the checkpoint, because the trainer publishes weights before the first request."""
     lora: LoraConfig | None = None
-    """Adapters that the trainer publishes before the first request. Their targets are the last parts of
-    module names."""
+    """Adapters that the trainer publishes before the first request."""
     threads_per_server: int = 1
     host: str = "127.0.0.1"
     devices: list[list[str]] | None = None
-    """The GPUs of each server."""
     routes: RouteForm | None = None
     """Form in which the servers report the experts of tokens."""
     draft: DraftConfig = field(default_factory=DraftConfig)
-    """The draft head that the trainer publishes, if any."""
     draft_folder: Path | None = None
     """Folder with the head's config.json, which SGLang reads at its start."""
 
@@ -179,8 +170,12 @@ class ServerLauncher:
         command += ["--model-path", str(self.model_path), "--host", self.host, "--port", str(port)]
         command += self._shared_arguments()
         command += ["--custom-weight-loader", SGLANG_DELTA_LOADER, SGLANG_ROUND_LOADER, SGLANG_FOLDER_LOADER]
-        if self.draft.kind != "none":
-            command += self._sglang_draft_arguments()
+        if self.draft.kind != "none":  # a chain of guesses; rollout.server_args come later
+            assert self.draft_folder is not None, "SGLang reads the head's config.json"
+            command += ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(self.draft_folder)]
+            command += ["--speculative-num-steps", str(self.draft.tokens), "--speculative-eagle-topk", "1"]
+            command += ["--speculative-num-draft-tokens", str(self.draft.tokens + 1)]
+            command += ["--speculative-draft-load-format", "dummy"] if self.dummy_weights else []
         if self.lora is not None:
             command += ["--enable-lora", "--max-lora-rank", str(self.lora.rank), "--max-loras-per-batch", "2"]
             command += ["--lora-target-modules", *self.lora.targets]
@@ -191,15 +186,6 @@ class ServerLauncher:
             command.append("--enable-memory-saver")
         return command
 
-    def _sglang_draft_arguments(self) -> list[str]:
-        """Return SGLang's arguments for decoding with a head, as a chain of guesses. rollout.server_args come later."""
-        assert self.draft_folder is not None, "SGLang reads the head's config.json"
-        steps, width = str(self.draft.tokens), str(self.draft.tokens + 1)
-        arguments = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(self.draft_folder)]
-        arguments += ["--speculative-num-steps", steps, "--speculative-eagle-topk", "1"]
-        arguments += ["--speculative-num-draft-tokens", width]
-        return arguments + (["--speculative-draft-load-format", "dummy"] if self.dummy_weights else [])
-
     def _shared_arguments(self) -> list[str]:
         arguments = ["--dtype", self.dtype, "--weight-version", NO_WEIGHTS if self.dummy_weights or self.lora else "0"]
         if self.context_length is not None:
@@ -209,11 +195,6 @@ class ServerLauncher:
         if self.routes is not None:
             arguments.append("--enable-return-routed-experts")
         return arguments
-
-    def _plugins(self) -> list[str]:
-        """Return our modules that SGLang must load as plugins."""
-        tells_weights = self.routes is not None and self.routes.has_weights
-        return [SGLANG_ROUTES] * tells_weights + [SGLANG_ADAPTERS] * (self.lora is not None)
 
     def environment(self, number: int) -> dict[str, str]:
         environment = dict(os.environ)
@@ -231,7 +212,9 @@ class ServerLauncher:
             # With a CUDA build of torch, SGLang would find NCCL and use it. Without the library it uses gloo.
             environment["SGLANG_NCCL_SO_PATH"] = os.devnull
             environment.pop("PYTHONDONTWRITEBYTECODE", None)  # keep its compiled modules
-        if self.backend == "sglang" and (plugins := self._plugins()):
+        tells_weights = self.routes is not None and self.routes.has_weights
+        plugins = ["register_routes"] * tells_weights + ["register_adapters"] * (self.lora is not None)
+        if self.backend == "sglang" and plugins:
             first_paths.append(str(write_plugins(self.folder / "sglang_plugins", plugins)))
         environment["PYTHONPATH"] = os.pathsep.join([*first_paths, python_path()])
         if self.backend == "sglang" and self.config.colocated:
@@ -242,12 +225,12 @@ class ServerLauncher:
         return environment
 
 
-def write_plugins(folder: Path, modules: list[str]) -> Path:
-    """Write the package metadata that makes modules SGLang plugins if `folder` is on PYTHONPATH. Return `folder`."""
+def write_plugins(folder: Path, functions: list[str]) -> Path:
+    """Make functions of sglang_plugins.py SGLang plugins if `folder` is on PYTHONPATH. Return `folder`."""
     about = folder / "megatron_rl_plugins-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_rl_plugins\nVersion: 1\n")
-    lines = [f"{module.replace('.', '_')} = {module}:register\n" for module in modules]
+    lines = [f"{function} = megatron_rl.servers.sglang_plugins:{function}\n" for function in functions]
     (about / "entry_points.txt").write_text("[sglang.srt.plugins]\n" + "".join(lines))
     return folder
 

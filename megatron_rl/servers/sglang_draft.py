@@ -1,7 +1,7 @@
 """Weight updates of an SGLang server that decodes ahead with a draft head.
 
-Such a server holds two models, which its weight endpoints call `target` and `draft`. A publication has the tensors of
-both in one stream. A bucket has the tensors of one of them (weights/publish.py), so `for_models_of` names it.
+Such a server holds two models, which its weight endpoints call `target` and `draft`. A publication sends both, but each
+bucket has tensors of only one of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def is_of_draft(names: Sequence[str]) -> bool:
 
 
 def for_models_of(server: ServerClient, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of a weight update as a server expects it. body: one bucket, with `names`.
+    """Return the body of a weight update, which tells SGLang which of its models the bucket is for.
 
-    SGLang is told which of its models the bucket is for. Without a draft model it receives the bucket and drops it.
-    Raises CommandRefused if the bucket is a draft head's and the server is too old to keep it from the policy.
+    body: one bucket, with `names`. Raises CommandRefused if the bucket is a draft head's and the server is too old to
+    keep it from the policy.
     """
     info = server.info
     if info is None or info.is_embedded:

@@ -41,12 +41,10 @@ STEADY_S = 600.0
 class Supervisor:
     """Runs `config.server_count` servers of one model, in a `with` block or between `start` and `stop`.
 
-    For example:
-
-        with Supervisor(RolloutConfig(server_count=2), "models/mine", "runs/mine/servers") as supervisor:
-            print(supervisor.urls, supervisor.token_file)
-            with supervisor.publication():  # a server that generates nothing now is paused and does not hang
-                ...
+    with Supervisor(RolloutConfig(server_count=2), "models/mine", "runs/mine/servers") as supervisor:
+        print(supervisor.urls, supervisor.token_file)
+        with supervisor.publication():  # a server that generates nothing now is paused and does not hang
+            ...
     """
 
     def __init__(
@@ -106,10 +104,9 @@ class Supervisor:
             return {server.url: server.process.pid for server in self._servers if server.url is not None}
 
     def lend_devices(self) -> None:
-        """Lend the servers' devices to the trainer.
+        """Lend the servers' devices to the trainer. First wait for starting servers, which need memory to start.
 
-        First wait for starting servers, because they need memory to start. From now on a server that dies is restarted
-        only by `start_missing`.
+        A server that dies from now on is restarted only by `start_missing`.
         """
         with self._changing:
             self._lent.set()
@@ -117,7 +114,7 @@ class Supervisor:
         self._wait_for_starting()  # outside the lock, which their threads need
 
     def take_devices_back(self) -> None:
-        """Note that the servers have their devices back, so that they are expected to generate again."""
+        """Note that the servers have their devices back and are expected to generate."""
         self._lent.clear()
 
     @property
@@ -133,31 +130,34 @@ class Supervisor:
         """
         before = self.starts  # read first: a dying server is recognized by its old pid
         self._holds_back.clear()
-        deadline = time.monotonic() + self.config.start_timeout_s
-        while self.lacks_servers or self._any_still(before, dead):
-            if time.monotonic() > deadline or self._stopping.wait(POLL_S):
-                return
-        self._wait_for_starting()
 
-    def _any_still(self, before: dict[str, int], dead: Collection[str]) -> bool:
-        with self._changing:
-            return any(server.url in dead and server.process.pid == before[server.url] for server in self._kept())
+        def are_restarted() -> bool:
+            dying = [s for s in self._kept() if s.url in dead and s.process.pid == before[s.url]]
+            return not dying and all(server.process.poll() is None for server in self._kept())
+
+        if self._wait_until(are_restarted):
+            self._wait_for_starting()
 
     def _kept(self) -> list[Server]:
         """Return the servers that are not given up. Call this with `_changing` held."""
         return [server for server in self._servers if server.number not in self._given_up]
 
     def _wait_for_starting(self) -> None:
+        self._wait_until(lambda: all(s.is_ready or s.process.poll() is not None for s in self._servers))
+
+    def _wait_until(self, is_so: Callable[[], bool]) -> bool:
+        """Return True once `is_so()`, called with `_changing` held, or False after the time in which servers start."""
         deadline = time.monotonic() + self.config.start_timeout_s
         while time.monotonic() < deadline and not self._stopping.wait(POLL_S):
             with self._changing:
-                if all(server.is_ready or server.process.poll() is not None for server in self._servers):
-                    return
+                if is_so():
+                    return True
+        return False
 
     def start(self) -> list[str]:
         """Start the servers and return their URLs once all answer.
 
-        Raises RuntimeError with the log of one that does not answer, and ValueError if the token's file is invalid.
+        Raises RuntimeError with the log of one that fails, ValueError if the token's file is invalid.
         """
         self._launcher.folder.mkdir(parents=True, exist_ok=True)
         token_in(self.token_file)  # creates the token if there is none
@@ -302,7 +302,7 @@ class Supervisor:
                     server.kill(f"it hung: no good answer to /health_generate for {patience_s:g} s")
 
     def _is_quiet(self) -> bool:
-        """True while servers are not expected to generate."""
+        """Return True while servers are not expected to generate."""
         return self._publishing.is_set() or self._lent.is_set()
 
     def _give_up(self, server: Server, restarts: int) -> None:
@@ -332,8 +332,8 @@ def start_servers(
             engine = RemoteSGLangEngine(rollout)
             engine.initialize()
 
-    The servers answer when the block begins, are restarted if they die, and are stopped at its end. folder: for logs
-    and, without config.token_file, the token. options: Supervisor's, such as dtype. Raises like `Supervisor.start`.
+    folder: for logs and, without config.token_file, the token. options: Supervisor's, such as dtype. Raises like
+    `Supervisor.start`.
     """
     config = config or RolloutConfig()
     with Supervisor(config, model_path, folder, **options) as supervisor:

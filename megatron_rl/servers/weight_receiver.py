@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import itertools
 import socket
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -52,10 +52,7 @@ class ServerWeights(abc.ABC):
             members.drop(client, reason)
 
     async def pause(self) -> None:
-        """Stop generation as rollout.interruption says. Requests in flight continue after `resume`.
-
-        Caches that have outlived rollout.max_cache_age publications are flushed.
-        """
+        """Stop generation as rollout.interruption says. Requests in flight continue after `resume`."""
         await self._fleet.pause()
 
     async def resume(self) -> None:
@@ -92,21 +89,29 @@ class ServerWeights(abc.ABC):
         return self._ask(join)
 
     def leave_weight_group(self, *, name: str) -> dict[str, Future[None]]:
-        return self._ask(self._command("/destroy_weights_update_group", {"group_name": name}))
+        return self._ask(lambda server: self._command(server, "/destroy_weights_update_group", {"group_name": name}))
 
     async def begin_weight_update(self, version: int) -> None:
         """Open a weight-update session on servers that support sessions (SGLang 0.5.21 and later)."""
         self._fleet.begin_update()
-        begin, end = (self._command(f"/{what}_weight_update", {}, sessions_only=True) for what in ("begin", "end"))
 
         async def open_session(server: ServerClient) -> None:
+            if server.info is None or not server.info.has_sessions:
+                return
             try:
-                await begin(server)
+                await self._command(server, "/begin_weight_update", {})
             except CommandRefused:  # a trainer that was killed left its session open
-                await end(server)
-                await begin(server)
+                await self._command(server, "/end_weight_update", {})
+                await self._command(server, "/begin_weight_update", {})
 
         await self._fleet.on_all(open_session)
+
+    async def end_weight_update(self, version: int) -> None:
+        async def close_session(server: ServerClient) -> None:
+            if server.info is not None and server.info.has_sessions:
+                await self._command(server, "/end_weight_update", {})
+
+        await self._fleet.on_all(close_session)
 
     def load_bucket(
         self,
@@ -130,7 +135,6 @@ class ServerWeights(abc.ABC):
             | {"group_name": bucket["group"], "load_format": "flattened_bucket" if bucket["flattened"] else None}
             for bucket in buckets
         ]
-
         has_head = any(is_of_draft(part["names"]) for part in parts)
 
         async def load(server: ServerClient) -> None:
@@ -191,12 +195,9 @@ class ServerWeights(abc.ABC):
 
         return self._ask(load)
 
-    async def end_weight_update(self, version: int) -> None:
-        await self._command_all("/end_weight_update", {}, sessions_only=True)
-
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         self._fleet.begin_update(folder=str(path))
-        return self._ask(self._folder_command(path, version))
+        return self._ask(lambda server: self._load_folder(server, path, version))
 
     def load_adapters(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         self._fleet.begin_update()
@@ -233,7 +234,7 @@ class ServerWeights(abc.ABC):
             await fleet.pause()
         try:
             fleet.begin_update(folder=str(path))
-            await fleet.on_all(self._folder_command(path, version))
+            await fleet.on_all(lambda server: self._load_folder(server, path, version))
             self.finish_update(version)
         finally:
             if was_open:
@@ -246,48 +247,25 @@ class ServerWeights(abc.ABC):
     @abc.abstractmethod
     def set_version(self, version: int) -> None: ...
 
-    # -- calls to every server
+    async def _command(self, server: ServerClient, endpoint: str, body: dict[str, Any]) -> None:
+        await server.command(endpoint, body, timeout_s=self.config.control_timeout_s)
 
-    def _command(
-        self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False, timeout_s: float | None = None
-    ) -> Callable[[ServerClient], Awaitable[None]]:
-        async def command(server: ServerClient) -> None:
-            if not sessions_only or (server.info is not None and server.info.has_sessions):
-                await server.command(endpoint, body, timeout_s=timeout_s or self.config.control_timeout_s)
-
-        return command
-
-    def _folder_command(self, path: str | Path, version: int) -> Callable[[ServerClient], Awaitable[None]]:
-        async def load(server: ServerClient) -> None:
-            await load_folder_into(server, path, str(version), timeout_s=self.config.start_timeout_s)
-
-        return load
-
-    async def _command_all(self, endpoint: str, body: dict[str, Any], *, sessions_only: bool = False) -> None:
-        await self._fleet.on_all(self._command(endpoint, body, sessions_only=sessions_only))
+    async def _load_folder(self, server: ServerClient, path: str | Path, version: int) -> None:
+        await load_folder_into(server, path, str(version), timeout_s=self.config.start_timeout_s)
 
     def _ask(self, act: Callable[[ServerClient], Any]) -> dict[str, Future[Any]]:
         return {server.url: self._start(act(server)) for server in self._fleet.members.publishing}
 
     @abc.abstractmethod
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Start a coroutine on the event loop, from any thread.
-
-        Any thread except the loop's may wait for the future.
-        """
+        """Start a coroutine on the event loop, from any thread."""
 
 
 def is_on_this_host(url: str) -> bool:
     """Return True if a URL's address belongs to this host."""
-    try:
-        addresses = socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_DGRAM)
-    except socket.gaierror:
-        return False
-    for family, *_, address in addresses:
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            try:
+    with contextlib.suppress(socket.gaierror):
+        for family, *_, address in socket.getaddrinfo(urlsplit(url).hostname, None, type=socket.SOCK_DGRAM):
+            with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.bind((address[0], 0))  # allowed only for this host's own addresses
-            except OSError:
-                continue
-            return True
+                return True
     return False

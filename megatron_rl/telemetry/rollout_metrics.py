@@ -5,73 +5,78 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 is_counted = ContextVar("is_counted", default=True)
 """False inside evaluation episodes, which do not count towards a step's rollout metrics."""
 
 
+COUNTED = (
+    *("masked_tokens", "constrained_tokens", "stale_cache_tokens", "masked_cut_offs", "rewards_late", "interruptions"),
+    *("request_retries", "server_failures", "bad_replies", "unknown_logprobs"),
+)
+"""Sums that are reported as `rollout/<name>`."""
+OUTCOMES = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
+"""Sums that are reported as `rollout/episodes_<name>`."""
+MEANS = {
+    "rollout/reply_tokens": ("tokens", "replies"),
+    "rollout/truncated_fraction": ("truncated", "replies"),
+    "rollout/cut_off_share": ("cut_off", "trajectories"),
+    "rollout/right_guesses": ("right_guesses", "guessed_passes"),
+    "rollout/reply_latency_s": ("latency_s", "replies"),
+    "rollout/queue_wait_s": ("queue_wait_s", "started"),
+    "rollout/reward_s": ("reward_s", "rewards"),
+    "rollout/support_size": ("support_tokens", "supports"),
+    "rollout/staleness": ("staleness", "aged_tokens"),
+}
+"""Metric -> the sums that are its numerator and denominator."""
+Fractions = dict[str, tuple[float, float]]
+"""Name -> (numerator, denominator)."""
+
+
 @dataclass(kw_only=True)
 class Counts:
-    """One client's counts over a period. Those of several clients are added up before means are computed."""
+    """One client's counts over a period."""
 
-    seconds: float
-    sums: dict[str, float]
+    seconds: float = 0.0
+    sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sums by name. Names that begin with `rollout/` are reported as metrics unchanged."""
-    most: dict[str, float]
-    observed: dict[str, tuple[float, float]]
+    most: dict[str, float] = field(default_factory=dict)
+    observed: Fractions = field(default_factory=dict)
     """Name -> (total, number of observations), reported as the mean."""
+
+
+def means_of(parts: Iterable[Fractions]) -> dict[str, float]:
+    """Divide the sum of all numerators by the sum of all denominators. Omits means with denominator 0."""
+    sums: Fractions = {}
+    for part in parts:
+        for name, (total, count) in part.items():
+            before = sums.get(name, (0.0, 0.0))
+            sums[name] = before[0] + total, before[1] + count
+    return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
     """Compute the rollout metrics of all clients together."""
-    sums: dict[str, float] = defaultdict(float)
+    sums: dict[str, float] = defaultdict(float, {"rollout/infrastructure_failures": 0.0})
     most: dict[str, float] = {}
-    observed: dict[str, tuple[float, float]] = {}
     for counts in clients:
         for name, amount in counts.sums.items():
             sums[name] += amount
         for name, value in counts.most.items():
             most[name] = max(value, most.get(name, value))
-        for name, (total, count) in counts.observed.items():
-            before, number = observed.get(name, (0.0, 0.0))
-            observed[name] = before + total, number + count
     seconds = sum(counts.seconds for counts in clients)
-    outcomes = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
-    metrics = {f"rollout/episodes_{name}": sums[name] for name in outcomes}
-    metrics |= {
-        "rollout/generated_tokens": sums["tokens"],
-        "rollout/masked_tokens": sums["masked_tokens"],
-        "rollout/constrained_tokens": sums["constrained_tokens"],
-        "rollout/masked_cut_offs": sums["masked_cut_offs"],
-        "rollout/rewards_late": sums["rewards_late"],
-        "rollout/infrastructure_failures": sums["rollout/infrastructure_failures"],
-        "rollout/interruptions": sums["interruptions"],
-        "rollout/request_retries": sums["request_retries"],
-        "rollout/server_failures": sums["server_failures"],
-        "rollout/bad_replies": sums["bad_replies"],
-        "rollout/unknown_logprobs": sums["unknown_logprobs"],
-        "rollout/stale_cache_tokens": sums["stale_cache_tokens"],
-        "rollout/servers_idle_share": 1.0 - sums["generating_s"] / seconds if seconds else 0.0,
-    }
+    metrics = {f"rollout/episodes_{name}": sums[name] for name in OUTCOMES}
+    metrics |= {f"rollout/{name}": sums[name] for name in COUNTED}
+    metrics["rollout/generated_tokens"] = sums["tokens"]
+    metrics["rollout/servers_idle_share"] = 1.0 - sums["generating_s"] / seconds if seconds else 0.0
     # Report a mean only if something was counted; 0 would look like a measurement.
-    means = {
-        "rollout/reply_tokens": ("tokens", "replies"),
-        "rollout/truncated_fraction": ("truncated", "replies"),
-        "rollout/cut_off_share": ("cut_off", "trajectories"),
-        "rollout/right_guesses": ("right_guesses", "guessed_passes"),
-        "rollout/reply_latency_s": ("latency_s", "replies"),
-        "rollout/queue_wait_s": ("queue_wait_s", "started"),
-        "rollout/reward_s": ("reward_s", "rewards"),
-        "rollout/support_size": ("support_tokens", "supports"),
-        "rollout/staleness": ("staleness", "aged_tokens"),
-    }
-    metrics |= {key: sums[top] / sums[bottom] for key, (top, bottom) in means.items() if sums[bottom]}
+    metrics |= {key: sums[top] / sums[bottom] for key, (top, bottom) in MEANS.items() if sums[bottom]}
     if sums["generating_s"]:  # clients generate concurrently
         metrics["rollout/tokens_per_s"] = len(clients) * sums["tokens"] / sums["generating_s"]
-    metrics |= {name: total / count for name, (total, count) in observed.items() if count}
+    metrics |= means_of(counts.observed for counts in clients)
     metrics |= {name: value for name, value in sums.items() if name.startswith("rollout/")}
     return metrics | {f"rollout/{name}": value for name, value in most.items()}
 
@@ -90,9 +95,7 @@ class RolloutMetrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._sums: dict[str, float] = defaultdict(float)
-        self._most: dict[str, float] = {}
-        self._observed: dict[str, tuple[float, float]] = {}
+        self._counts = Counts()
         self._in_flight = 0
         self._busy_since = self._taken = time.monotonic()
 
@@ -101,7 +104,7 @@ class RolloutMetrics:
             return
         with self._lock:
             for name, amount in amounts.items():
-                self._sums[name] += amount
+                self._counts.sums[name] += amount
 
     def at_least(self, **values: float) -> None:
         """Record values by name. The maximum of each name is reported."""
@@ -109,7 +112,7 @@ class RolloutMetrics:
             return
         with self._lock:
             for name, value in values.items():
-                self._most[name] = max(value, self._most.get(name, value))
+                self._counts.most[name] = max(value, self._counts.most.get(name, value))
 
     def observe(self, values: dict[str, float]) -> None:
         """Record one value per metric. Each metric is reported as its mean over the calls."""
@@ -117,8 +120,8 @@ class RolloutMetrics:
             return
         with self._lock:
             for name, value in values.items():
-                total, count = self._observed.get(name, (0.0, 0.0))
-                self._observed[name] = (total + value, count + 1)
+                total, count = self._counts.observed.get(name, (0.0, 0.0))
+                self._counts.observed[name] = (total + value, count + 1)
 
     def enter(self) -> None:
         """Record that a request was sent."""
@@ -132,11 +135,9 @@ class RolloutMetrics:
         """Return the counts since the last call and reset them."""
         with self._lock:
             self._accrue()
+            counts, self._counts = self._counts, Counts()
             # `_accrue` has just set _busy_since to now, so both periods end at the same moment.
-            seconds, self._taken = self._busy_since - self._taken, self._busy_since
-            # Requests in flight stay counted: their remaining time belongs to the next call.
-            counts = Counts(seconds=seconds, sums=dict(self._sums), most=self._most, observed=self._observed)
-            self._sums, self._most, self._observed = defaultdict(float), {}, {}
+            counts.seconds, self._taken = self._busy_since - self._taken, self._busy_since
         return counts
 
     def _change_in_flight(self, by: int) -> None:
@@ -149,5 +150,5 @@ class RolloutMetrics:
         now = time.monotonic()
         # Charge at each change of the number in flight, so that time with several requests counts once.
         if self._in_flight:
-            self._sums["generating_s"] += now - self._busy_since
+            self._counts.sums["generating_s"] += now - self._busy_since
         self._busy_since = now

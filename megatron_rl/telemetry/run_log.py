@@ -17,6 +17,8 @@ import math
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,7 +34,6 @@ from megatron_rl.telemetry.sinks import Sinks
 logger = logging.getLogger(__name__)
 METRICS, SAMPLES, CONFIG = "metrics.jsonl", "samples.jsonl", "config.yaml"
 COLUMNS = (
-    # heading, metric, format
     ("reward", "reward/mean", ".3f"),
     ("length", "rollout/reply_tokens", ",.0f"),
     ("tokens/s", "rollout/tokens_per_s", ",.0f"),
@@ -54,13 +55,12 @@ TEXT: dict[str, str] = {"encoding": "utf-8", "errors": "backslashreplace"}
 EMPTY = {"prompt": "", "answer": "", "reply": "", "reward": None}
 """Defaults for fields that a sample lacks."""
 MOST_STEPS = 10**12
-"""Upper bound on step numbers; a larger number means a damaged line."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
 @dataclass(kw_only=True)
 class Turn:
-    """A part of a dialogue as text. by: `policy`, or `others` (the prompt, an environment, ...)."""
+    """Part of a dialogue as text. by: `policy`, or `others` (the prompt, an environment, ...)."""
 
     by: str
     text: str
@@ -75,16 +75,11 @@ class Sample:
     reward: float
     answer: str = ""
     turns: list[Turn] = field(default_factory=list)
-    """All parts of a dialogue with several replies, in order."""
-
-    @property
-    def said(self) -> str:
-        """Text that the policy wrote, in all its turns."""
-        return "".join(turn.text for turn in self.turns if turn.by == "policy") or self.reply
+    """All parts of a dialogue with several replies."""
 
 
 class _Console(Console):
-    """A console that survives a closed pipe, as after `| head`: output is then discarded and the run continues."""
+    """A console that discards its output once its pipe is closed, as after `| head`."""
 
     def on_broken_pipe(self) -> None:
         self.quiet = True
@@ -100,8 +95,8 @@ class RunLog:
             log.log_step(0, {"reward/mean": 0.5}, samples=[])
             log.log_evaluation(1, "held_out", {"accuracy": 0.25})
 
-    `first_step` > 0 continues the folder's log, dropping entries of later steps, which will run again. With
-    `first_step` 0, an earlier run's files are renamed to `previous-*`.
+    first_step: if above 0, continue the folder's log without the entries of later steps, which will run again. If 0,
+    rename an earlier run's files to `previous-*`.
     """
 
     def __init__(
@@ -162,10 +157,8 @@ class RunLog:
     def log_config(self, yaml: str) -> None:
         """Write config.yaml, below a line with the code version."""
         if self.is_main:
-            try:
+            with disk_errors(self.folder / CONFIG):
                 (self.folder / CONFIG).write_text(f"{provenance()}\n{yaml}", encoding="utf-8")
-            except OSError as error:
-                raise failure(self.folder / CONFIG, error) from error
 
     def say(self, text: str) -> None:
         """Show one line on the console, above the progress bar. Allowed after `close`."""
@@ -202,13 +195,11 @@ class RunLog:
         """Flush the log to disk with fsync, because a checkpoint taken now relies on it."""
         if self.is_main:
             for file in (self._metrics, self._samples):
-                try:
+                with disk_errors(file.name):
                     os.fsync(file.fileno())
-                except OSError as error:
-                    raise failure(file.name, error) from error
 
     def close(self) -> None:
-        """Finish the console display and close the files. A second call does nothing."""
+        """Finish the console display and close the files. May be called twice."""
         if not self.is_main or self._metrics.closed:
             return
         if self._progress is not None:
@@ -225,11 +216,14 @@ class RunLog:
     ) -> dict[str, Any]:
         elapsed = round(time.monotonic() - self._start, 3)
         line = head | {"elapsed_s": elapsed} | {key: as_json(value) for key, value in metrics.items()}
+        rows = []
+        for number, sample in enumerate(samples):
+            row = {"step": head["step"], "split": split, "number": number} | asdict(sample)
+            row["reward"] = as_json(sample.reward)
+            if not sample.turns:
+                del row["turns"]
+            rows.append(row)
         # Samples first: a reader that sees a step's metrics can then rely on its samples.
-        rows = [
-            {"step": head["step"], "split": split, "number": number} | as_row(sample)
-            for number, sample in enumerate(samples)
-        ]
         append(self._samples, rows)
         append(self._metrics, [line])
         return line
@@ -286,29 +280,26 @@ class Cell:
 
 
 def is_notebook() -> bool:
-    """Return True inside a notebook kernel."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return getattr(shell, "kernel", None) is not None
-
-
-def as_row(sample: Sample) -> dict[str, Any]:
-    row = asdict(sample) | {"reward": as_json(sample.reward)}
-    return row if sample.turns else {name: value for name, value in row.items() if name != "turns"}
 
 
 def append(file: io.FileIO, rows: list[dict[str, Any]]) -> None:
     """Write one JSON line per row, in a single write."""
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(**TEXT)
-    try:
+    with disk_errors(file.name):
         written = file.write(data) if data else 0
+        if written < len(data):
+            raise OSError(f"only {written:,} of {len(data):,} bytes could be written")
+
+
+@contextmanager
+def disk_errors(path: object) -> Iterator[None]:
+    """Turn an OSError into a RuntimeError that names the file and the way out."""
+    try:
+        yield
     except OSError as error:
-        raise failure(file.name, error) from error
-    if written < len(data):
-        raise failure(file.name, f"only {written:,} of {len(data):,} bytes could be written")
-
-
-def failure(path: object, fault: object) -> RuntimeError:
-    return RuntimeError(f"{path}: {fault}; make room on the disk and resume.")
+        raise RuntimeError(f"{path}: {error}; make room on the disk and resume.") from error
 
 
 def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:
@@ -316,8 +307,7 @@ def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     if first_step == 0:
-        # Only one earlier run is kept.
-        path.rename(path.with_name(f"previous-{path.name}"))
+        path.rename(path.with_name(f"previous-{path.name}"))  # replaces that of the run before
         return []
     kept = [line for line in read_lines(path) if line["step"] < first_step or happened_at(line, first_step)]
     # Write a second file and rename it: a crash in between leaves the whole log.
@@ -334,10 +324,10 @@ def happened_at(line: dict[str, Any], step: int) -> bool:
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a .jsonl file. An incomplete last line is dropped.
+    """Return the valid entries of a .jsonl file of the log. An incomplete last line is dropped.
 
-    Lines that are not valid log entries are skipped with a warning: a run can resume without them. A machine crash may
-    leave zeros where a write did not reach the disk; zeros in front of a whole line are ignored.
+    Other invalid lines are skipped with a warning. A machine crash may leave zeros where a write did not reach the
+    disk; zeros in front of a whole line are ignored.
     """
     rows, damaged = [], []
     # Only "\n" ends a line, and line by line a large file takes no memory of its own.
@@ -360,10 +350,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def is_line(row: Any, *, of_samples: bool) -> bool:
-    """Return True if `row` is a valid step or evaluation; with `of_samples`, a valid sample instead.
-
-    All readers of the log rely on this.
-    """
+    """Return True if `row` is a valid step or evaluation; with `of_samples`, a valid sample instead."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < MOST_STEPS:
         return False
     if not of_samples:
@@ -381,7 +368,7 @@ def is_line(row: Any, *, of_samples: bool) -> bool:
 
 
 def is_metric(value: Any) -> bool:
-    """Return True for values that `as_json` returns: a finite number, text, None or a histogram."""
+    """Return True for a value that `as_json` can return."""
     if isinstance(value, dict):
         return all(count is None or is_number(count) for count in value.values())
     return value is None or isinstance(value, bool | str) or is_number(value)
@@ -432,10 +419,7 @@ def read_run(folder: str | Path, *, with_samples: bool = True) -> RunRecord:
 
 
 def as_json(value: Any) -> Any:
-    """Convert a value to JSON: numbers of any library become int or float, NaN and infinity become null.
-
-    A histogram is a dict, class -> count.
-    """
+    """Convert a metric (number, text, None or histogram {class: count}) to JSON. NaN and infinity become null."""
     if isinstance(value, dict):
         return {key: as_json(count) for key, count in value.items()}
     if value is None or isinstance(value, bool | int | str):

@@ -6,14 +6,14 @@ before it starts. One that fails later is dropped with a warning: training matte
 
 from __future__ import annotations
 
-import abc
 import importlib
 import logging
 import math
 import re
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,160 +22,127 @@ from megatron_rl.config import TelemetryConfig
 logger = logging.getLogger(__name__)
 
 
-class Sink(abc.ABC):
-    """Interface of a logger, which receives the metrics of each step and evaluation."""
+@dataclass(frozen=True)
+class Sink:
+    """An external logger."""
 
     name: str
-
-    @abc.abstractmethod
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log finite numbers by name. `step` counts finished steps and may repeat (a step, then its evaluation)."""
-
-    @abc.abstractmethod
-    def close(self) -> None: ...
+    log: Callable[[int, dict[str, float]], object]
+    """Logs finite numbers by name, as log(step, numbers). `step` counts finished steps and may repeat."""
+    close: Callable[[], object]
 
 
-class TensorBoard(Sink):
-    """Writes folder/tensorboard. In a resumed run, TensorBoard discards what was logged after `first_step`."""
+def tensorboard(folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> Sink:
+    """Write folder/tensorboard. In a resumed run, TensorBoard discards what was logged after `first_step`."""
+    files = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
+    events = _package("tensorboard.compat.proto.event_pb2", "tensorboard")
+    summaries = _package("tensorboard.compat.proto.summary_pb2", "tensorboard")
+    writer = files.EventFileWriter(str(folder / "tensorboard"))
 
-    name = "tensorboard"
+    def add(step: int, **content: Any) -> None:
+        writer.add_event(events.Event(wall_time=time.time(), step=step, **content))
 
-    def __init__(self, folder: Path, first_step: int) -> None:
-        writer = _package("tensorboard.summary.writer.event_file_writer", self.name)
-        self._events = _package("tensorboard.compat.proto.event_pb2", self.name)
-        self._summary = _package("tensorboard.compat.proto.summary_pb2", self.name)
-        self._writer = writer.EventFileWriter(str(folder / "tensorboard"))
-        # On this event, readers drop what an earlier process logged from its step on.
-        start = self._events.SessionLog(status=self._events.SessionLog.START)
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=first_step + 1, session_log=start))
+    def log(step: int, numbers: dict[str, float]) -> None:
+        values = [summaries.Summary.Value(tag=key, simple_value=value) for key, value in numbers.items()]
+        add(step, summary=summaries.Summary(value=values))
+        writer.flush()
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [self._summary.Summary.Value(tag=key, simple_value=value) for key, value in metrics.items()]
-        summary = self._summary.Summary(value=values)
-        self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
+    # On this event, readers drop what an earlier process logged from its step on.
+    add(first_step + 1, session_log=events.SessionLog(status=events.SessionLog.START))
+    return Sink("tensorboard", log, writer.close)
 
 
-class WeightsAndBiases(Sink):
-    """One Weights & Biases run. Its id is stored in folder/wandb_id, so that a resumed run continues it.
+def weights_and_biases(folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> Sink:
+    """Open a Weights & Biases run. Its id is stored in folder/wandb_id, so that a resumed run continues it.
 
-    The package's environment variables decide the rest (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY).
+    The package reads its own environment variables (WANDB_MODE=offline, WANDB_API_KEY, WANDB_ENTITY).
     """
-
-    name = "wandb"
-
-    def __init__(self, folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> None:
-        wandb = _package("wandb", self.name)
-        id_file = folder / "wandb_id"
-        # A new run in an old folder must not continue the old run's curves.
-        if first_step == 0 or not id_file.is_file():
-            id_file.write_text(uuid.uuid4().hex[:8])
-        self._run = wandb.init(
-            project=project,
-            name=folder.name,
-            dir=str(folder),
-            id=id_file.read_text(),
-            resume="allow",
-            config=settings,
-            settings=wandb.Settings(silent=True),
-        )
-        # wandb counts one step per call, and a step and its evaluation are two calls.
-        self._run.define_metric("*", step_metric="finished_steps")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log({"finished_steps": step} | dict(metrics))
-
-    def close(self) -> None:
-        self._run.finish()
+    wandb = _package("wandb", "wandb")
+    id_file = folder / "wandb_id"
+    # A new run in an old folder must not continue the old run's curves.
+    if first_step == 0 or not id_file.is_file():
+        id_file.write_text(uuid.uuid4().hex[:8])
+    run = wandb.init(
+        project=project,
+        name=folder.name,
+        dir=str(folder),
+        id=id_file.read_text(),
+        resume="allow",
+        config=settings,
+        settings=wandb.Settings(silent=True),
+    )
+    # wandb counts one step per call, and a step and its evaluation are two calls.
+    run.define_metric("*", step_metric="finished_steps")
+    return Sink("wandb", lambda step, numbers: run.log({"finished_steps": step} | numbers), run.finish)
 
 
-class Trackio(Sink):
-    """One trackio run, stored on this machine unless TRACKIO_SPACE_ID or similar variables say otherwise."""
-
-    name = "trackio"
-
-    def __init__(self, folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> None:
-        trackio = _package("trackio", self.name)
-        resume = "allow" if first_step else "never"
-        self._run = trackio.init(project=project, name=folder.name, resume=resume, config=settings)
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._run.log(dict(metrics), step=step)
-
-    def close(self) -> None:
-        self._run.finish()
+def trackio(folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> Sink:
+    """Open a trackio run, stored on this machine unless TRACKIO_SPACE_ID or similar variables say otherwise."""
+    resume = "allow" if first_step else "never"
+    run = _package("trackio", "trackio").init(project=project, name=folder.name, resume=resume, config=settings)
+    return Sink("trackio", lambda step, numbers: run.log(numbers, step=step), run.finish)
 
 
-class Prometheus(Sink):
-    """The latest value of each metric at http://ADDRESS/metrics, as `megatron_rl_<name>{run="..."}`."""
+LOGGERS = {"tensorboard": tensorboard, "wandb": weights_and_biases, "trackio": trackio}
+"""The loggers that telemetry.loggers can name."""
 
-    name = "prometheus"
 
-    def __init__(self, address: str, run: str) -> None:
-        self._package = _package("prometheus_client", self.name)
-        self._registry = self._package.CollectorRegistry()
-        self._run, self._gauges = run, {}
-        host, _, port = address.rpartition(":")
-        try:
-            self._server, _ = self._package.start_http_server(int(port), host, registry=self._registry)
-        except OSError as error:
-            raise ValueError(
-                f"telemetry.prometheus = {address!r}: cannot be listened on ({error}); give another host:port, or '' "
-                f"for none."
-            ) from error
+def prometheus(address: str, run: str) -> Sink:
+    """Serve the latest value of each metric at http://ADDRESS/metrics, as `megatron_rl_<name>{run="..."}`."""
+    package = _package("prometheus_client", "prometheus")
+    registry, gauges = package.CollectorRegistry(), {}
+    host, _, port = address.rpartition(":")
+    try:
+        server, _ = package.start_http_server(int(port), host, registry=registry)
+    except OSError as error:
+        raise ValueError(
+            f"telemetry.prometheus = {address!r}: cannot be listened on ({error}); give another host:port, or '' "
+            f"for none."
+        ) from error
 
-    @property
-    def port(self) -> int:
-        return self._server.server_address[1]
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        for key, value in {"finished_steps": step, **metrics}.items():
+    def log(step: int, numbers: dict[str, float]) -> None:
+        for key, value in {"finished_steps": step, **numbers}.items():
             name = "megatron_rl_" + re.sub(r"[^a-zA-Z0-9_]", "_", key)
-            if name not in self._gauges:
-                self._gauges[name] = self._package.Gauge(name, key, ["run"], registry=self._registry)
-            self._gauges[name].labels(self._run).set(value)
+            if name not in gauges:
+                gauges[name] = package.Gauge(name, key, ["run"], registry=registry)
+            gauges[name].labels(run).set(value)
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    def close() -> None:
+        server.shutdown()
+        server.server_close()
+
+    return Sink("prometheus", log, close)
 
 
 class Sinks:
     """The loggers named in a run's config. Raises ValueError, naming the config key, if one cannot be opened.
 
-    For example:
-
-        sinks = Sinks(TelemetryConfig(loggers=["tensorboard"]), Path("runs/demo"), first_step=0, settings={})
-        sinks.log(1, {"reward/mean": 0.5})
-        sinks.close()
+    sinks = Sinks(TelemetryConfig(loggers=["tensorboard"]), Path("runs/demo"), first_step=0, settings={})
+    sinks.log(1, {"reward/mean": 0.5})
+    sinks.close()
     """
 
     def __init__(self, config: TelemetryConfig, folder: Path, first_step: int, settings: dict[str, Any]) -> None:
         self._open: list[Sink] = []
         try:
             for name in config.loggers:
-                if name == TensorBoard.name:
-                    self._open.append(TensorBoard(folder, first_step))
-                elif name == WeightsAndBiases.name:
-                    self._open.append(WeightsAndBiases(folder, first_step, config.project, settings))
-                else:
-                    self._open.append(Trackio(folder, first_step, config.project, settings))
+                self._open.append(LOGGERS[name](folder, first_step, config.project, settings))
             if config.prometheus:
-                self._open.append(Prometheus(config.prometheus, folder.name))
-        # Loggers that are already open have threads and files, which a later one's error must not leak.
-        except BaseException:
+                self._open.append(prometheus(config.prometheus, folder.name))
+        except BaseException:  # the loggers that are already open have threads and files
             self.close()
             raise
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Pass on the finite numbers among `metrics`."""
-        numbers = {key: float(value) for key, value in metrics.items() if _is_number(value)}
+        numbers = {
+            key: float(value)
+            for key, value in metrics.items()
+            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        }
         for sink in list(self._open):
             try:
-                sink.log(step, numbers)
+                sink.log(step, dict(numbers))
             # Third-party packages that talk to services may raise anything; the run's own log has the numbers.
             except Exception as error:
                 logger.warning("telemetry: %s is left out from here on: %s: %s", sink.name, type(error).__name__, error)
@@ -194,12 +161,8 @@ def _package(module: str, name: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        key = "telemetry.prometheus" if name == Prometheus.name else f"telemetry.loggers: {name}"
+        key = "telemetry.prometheus" if name == "prometheus" else f"telemetry.loggers: {name}"
         raise ValueError(
             f"{key}: cannot be used here ({error}); pip install 'megatron-rl[loggers]' brings what it needs, or leave "
             f"it out."
         ) from error
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

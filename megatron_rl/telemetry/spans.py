@@ -30,7 +30,6 @@ class Span:
     name: str
     begin_s: float
     end_s: float | None = None
-    """None while the span is in progress."""
     parent: Span | None = None
     place: str = ""
     """URL of the server where the work happens; empty for work of this process."""
@@ -51,34 +50,29 @@ _inside: ContextVar[tuple[Spans, Span] | None] = ContextVar("inside", default=No
 class Spans:
     """The spans of one process, from any thread.
 
-    For example:
-
-        spans = Spans()
-        with spans("episodes", "prompt 7"):
-            with spans("rewards", "last_number"):  # within the episode
-                ...
+    spans = Spans()
+    with spans("episodes", "prompt 7"):
+        with spans("rewards", "last_number"):  # within the episode
+            ...
     """
 
-    def __init__(self, most: int = SPANS_RECORDED, on_end: Callable[[Span], None] = lambda span: None) -> None:
+    def __init__(self, on_end: Callable[[Span], None] = lambda span: None) -> None:
         """on_end is called with each span that ends, in that span's thread and context."""
-        self._most, self._on_end, self._lock = most, on_end, threading.Lock()
+        self._on_end, self._lock = on_end, threading.Lock()
         self._open: dict[int, Span] = {}
         self._last: deque[Span] = deque(maxlen=SPANS_REMEMBERED)
         self._recorded: list[Span] | None = None
         self.left_out = 0
 
     def __call__(self, row: str, name: str, *, place: str = "", **args: Any) -> Recorder:
-        """Record the `with` block as a span. Spans begun in the block, its tasks and its threads become its
-        children."""
+        """Record the `with` block as a span. Spans begun in the block, its tasks and threads become its children."""
         return Recorder(self, Span(row=row, name=name, begin_s=0.0, place=place, args=args))
 
     def begin(self, span: Span) -> None:
-        """Note that a span has begun."""
         with self._lock:
             self._open[id(span)] = span
 
     def end(self, span: Span) -> None:
-        """Note that a span has ended."""
         with self._lock:
             del self._open[id(span)]
             self._last.append(span)
@@ -93,7 +87,7 @@ class Spans:
             return sorted(self._open.values(), key=lambda span: span.begin_s)
 
     def last(self) -> list[Span]:
-        """Return the spans that ended last, in order of their ends."""
+        """Return the spans that ended last, the latest one at the end."""
         with self._lock:
             return list(self._last)
 
@@ -112,14 +106,14 @@ class Spans:
             return copied(recorded)
 
     def _keep(self, span: Span, recorded: list[Span]) -> None:
-        if len(recorded) < self._most:
+        if len(recorded) < SPANS_RECORDED:
             recorded.append(span)
         else:
             self.left_out += 1
 
 
 class Recorder(AbstractContextManager[Span]):
-    """Records its `with` block as a span. A class, because a generator takes twice as long, three times per reply."""
+    """Records its `with` block as a span. It is a class because a generator takes twice as long."""
 
     def __init__(self, spans: Spans, span: Span) -> None:
         self._spans, self._span = spans, span

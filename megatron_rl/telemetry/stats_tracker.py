@@ -15,8 +15,8 @@ ranks. A custom training loop exports them itself:
         stats_tracker.stat(denominator="tokens", entropy=entropy)
     metrics = stats_tracker.export()  # {"actor/tokens": 96.0, "actor/entropy": 0.7, "time/train_step": 1.2, ...}
 
-A mean is stored as numerator and denominator until it is exported. The module's functions share one StatsTracker per
-process. They may be called from any thread and task, except that all timings must be recorded by one thread.
+The module's functions share one StatsTracker per process. They may be called from any thread and task, except that all
+timings must be recorded by one thread.
 """
 
 from __future__ import annotations
@@ -28,15 +28,13 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-from megatron_rl.telemetry.rollout_metrics import is_counted
+from megatron_rl.telemetry.rollout_metrics import Fractions, is_counted, means_of
 from megatron_rl.telemetry.timers import PhaseTimers
 
 Tensor = Any
 """torch.Tensor; this package does not import torch."""
 USER = "user/"
 """Prefix of user metrics in metrics.jsonl."""
-Sums = dict[str, tuple[float, float]]
-"""Name -> (numerator, denominator)."""
 
 
 class StatsTracker:
@@ -47,7 +45,7 @@ class StatsTracker:
         self._scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # per task
         self._masks: dict[str, Tensor] = {}
         self._sums: dict[str, tuple[float | Tensor, float | Tensor]] = {}
-        """Name -> (numerator, denominator). The denominator of a count is 1."""
+        """Name -> (numerator, denominator)."""
         self._lock = threading.Lock()
 
     @contextmanager
@@ -66,8 +64,8 @@ class StatsTracker:
     def log_metric(self, name: str, value: float | Tensor) -> None:
         """Add a number, or all entries of a tensor, to a metric. The mean of everything added is exported.
 
-        Losses, workflows, environments and rewards may call this. Tensors are read at the end of the step, so that no
-        call waits for the GPU. In an evaluation the call does nothing.
+        Tensors are read at the end of the step, so that no call waits for the GPU. In an evaluation, the call does
+        nothing.
         """
         if not is_counted.get():
             return
@@ -81,13 +79,11 @@ class StatsTracker:
         self._add(name, number, 1.0)
 
     def scalar(self, **values: float | Tensor) -> None:
-        """Call `log_metric` for each name and value."""
         for name, value in values.items():
             self.log_metric(name, value)
 
     def denominator(self, **masks: Tensor) -> None:
-        """Set bool masks that select the entries counted by later `stat` calls. The number of selected entries is
-        exported."""
+        """Select the entries that later `stat` calls count. Their number is exported under the mask's name."""
         for name, mask in masks.items():
             name = self._within(name)
             self._masks[name] = mask.bool()
@@ -112,7 +108,7 @@ class StatsTracker:
             # Sums stay tensors until the export: converting to float would wait for the GPU in every call.
             self._add(name, value.detach()[mask].double().sum(), mask.sum())
 
-    def take(self) -> Sums:
+    def take(self) -> Fractions:
         """Return this process's numerators and denominators since the last export or take, and reset them."""
         with self._lock:
             sums, self._sums, self._masks = self._sums, {}, {}
@@ -138,17 +134,6 @@ class StatsTracker:
         with self._lock:
             before = self._sums.get(name, (0.0, 0.0))
             self._sums[name] = before[0] + total, before[1] + count
-
-
-def means_of(parts: Sequence[Sums]) -> dict[str, float]:
-    """Compute means over several processes: the sum of numerators over the sum of denominators. Omits means with
-    denominator 0."""
-    sums: Sums = {}
-    for part in parts:
-        for name, (total, count) in part.items():
-            before = sums.get(name, (0.0, 0.0))
-            sums[name] = before[0] + total, before[1] + count
-    return {name: total / count for name, (total, count) in sums.items() if count}
 
 
 _OF_THE_PROCESS = StatsTracker()

@@ -17,8 +17,8 @@ class PhaseTimers:
             ...
         timers.snapshot()  # {"time/rollout": 1.2, "time/step": 1.3}
 
-    A nested phase pauses the outer one, so that a step's phases never add up to more than the step. Times are measured
-    on the host: a phase that does not wait for a GPU result ends when its work is queued.
+    A nested phase pauses the outer one, so that a step's phases never add up to more than the step. A phase that does
+    not wait for a GPU result ends when its work is queued.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Time the `with` block as phase `name`, also if the block raises."""
+        """Time the `with` block as phase `name`."""
         self._charge()
         # The time up to here belongs to the outer phase, which now pauses.
         parent = self._open[-1] if self._open else None

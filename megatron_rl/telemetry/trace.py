@@ -1,17 +1,12 @@
 """Writes one step as a Chrome trace for ui.perfetto.dev or chrome://tracing: trace/step-N.json.gz.
 
-A process in the trace is one of three:
-
-- A trainer rank shows its phases. Rank 0 also shows weight publications.
-- A rollout process shows episodes, replies with their calls, and rewards.
-- A server shows requests, control commands and pauses.
-
-Arrows lead from a call to the server's request, and from a publication to each server's first request of that version.
+A trainer rank shows its phases, and rank 0 also weight publications. A rollout process shows episodes, replies with
+their calls, and rewards. A server shows requests, control commands and pauses. Arrows lead from a call to the server's
+request, and from a publication to each server's first request of that version.
 
 Times are on the clock of rank 0's host. Processes of one host share CLOCK_MONOTONIC. A rank on another host compares
-its clock just after a barrier. A server reports wall-clock times, and is assumed to share its client's clock. If a call
-contradicts that, the offset is set by the midpoint of the call that spent the least time outside of the server
-(`clock_offset`). A request for which the server reports only a duration is drawn in the middle of its call.
+its clock just after a barrier. A server reports wall-clock times, and is assumed to share its client's clock unless a
+call contradicts that (`clock_offset`).
 """
 
 from __future__ import annotations
@@ -58,7 +53,6 @@ class RankTrace:
     """This rank's clock just after a barrier, hence at the same moment on all ranks."""
     phases: list[Span]
     publications: list[Span] = field(default_factory=list)
-    """Publication spans; `args` has the published version."""
     rollout: Recording | None = None
 
 
@@ -97,7 +91,6 @@ def chrome_trace(step: int, ranks: list[RankTrace]) -> dict[str, Any]:
         picture.add(*process)
     for url, spans in sorted(servers.items()):
         picture.add(f"server {url}", "rollout server", [*spans, *pauses(spans)])
-    picture.add_arrows()
     return picture.as_json({"step": step, "spans left out": left_out})
 
 
@@ -129,14 +122,13 @@ def server_requests(spans: list[Span], wall_minus_client_s: float) -> dict[str, 
 
 
 def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
-    """Return the offset from a server's wall clock to the clock of the client that made these calls.
+    """Return the offset from a server's wall clock to its client's clock: the client's own, unless calls contradict it.
 
-    This is the client's own offset unless the calls contradict it.
+    Then it is set by the midpoint of the call that spent the least time outside of the server, which errs least.
     """
     told = [call for call in calls if "request_received_ts" in call.args["timing"]]
     if not told:
         return -wall_minus_client_s
-    # The call with the least time outside of the server bounds the midpoint's error best.
     call = min(told, key=on_the_way_s)
     timing = call.args["timing"]
     middle = timing["request_received_ts"] + timing["e2e_latency"] / 2
@@ -146,7 +138,7 @@ def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
 
 
 def on_the_way_s(call: Span) -> float:
-    """Return the part of a call's time that was spent outside of the server."""
+    """Return the time of a call outside of the server."""
     return ended(call) - call.begin_s - float(call.args["timing"]["e2e_latency"])
 
 
@@ -160,7 +152,7 @@ def request_spans(call: Span, offset_s: float) -> Iterator[Span]:
     timing, took = call.args["timing"], call.args["timing"]["e2e_latency"]
     if "request_received_ts" in timing:
         begin = timing["request_received_ts"] + offset_s
-    else:
+    else:  # draw it in the middle of its call
         begin = (call.begin_s + ended(call) - took) / 2
     shown = ("version", "tokens", "cached_tokens", "stop_reason")
     args = {key: call.args[key] for key in shown if key in call.args}
@@ -191,28 +183,18 @@ def pauses(spans: list[Span]) -> Iterator[Span]:
 # -- the picture -------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Drawn:
-    """A span with its position in the trace."""
-
-    span: Span
-    pid: int
-    tid: int
-
-
 class Picture:
     """The events of a trace."""
 
     def __init__(self) -> None:
-        self._drawn: list[Drawn] = []
-        self._arrows: list[tuple[str, Drawn, Drawn]] = []
+        self._place: dict[Span, tuple[int, int]] = {}
+        """Process and thread id of each span."""
         self._names: list[Event] = []
         self._numbers = itertools.count(1)
         """Counter for process and thread ids: a thread with its process's id would be taken for the main thread."""
 
     def add(self, process: str, label: str, spans: list[Span]) -> None:
-        """Add a process. A row gets one lane for each span that is open at the same time. A child is drawn
-        on its parent's lane."""
+        """Add a process. A row gets a lane for each span that is open at the same time, except for children."""
         pid = next(self._numbers)
         self._name(pid, 0, "process", process)
         self._names.append({"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": label}})
@@ -220,43 +202,39 @@ class Picture:
             for number, lane in enumerate(lanes([span for span in spans if span.row == row])):
                 tid = next(self._numbers)
                 self._name(pid, tid, "thread", f"{row} {number + 1}" if number else row)
-                self._drawn += [Drawn(span, pid, tid) for span in lane]
+                self._place |= dict.fromkeys(lane, (pid, tid))
 
-    def add_arrows(self) -> None:
-        """Add arrows from each call to its server request, and from each publication to its first use on each
-        server."""
-        calls = {drawn.span.args["rid"]: drawn for drawn in self._drawn if "rid" in drawn.span.args}
-        published = {
-            drawn.span.args["version"]: drawn
-            for drawn in self._drawn
-            if (drawn.span.row, drawn.span.name) == ("publication", "resume")
-        }
+    def _arrows(self) -> Iterator[tuple[str, Span, Span]]:
+        """Yield arrows from each call to its request, and from each publication to its first use on each server."""
+        calls = {span.args["rid"]: span for span in self._place if "rid" in span.args}
+        resumes = [span for span in self._place if (span.row, span.name) == ("publication", "resume")]
+        published = {span.args["version"]: span for span in resumes}
         seen: set[tuple[int, Any]] = set()
-        for request in sorted(self._drawn, key=lambda drawn: drawn.span.begin_s):
-            if request.span.row != "requests" or request.span.parent is not None:
+        for request in sorted(self._place, key=lambda span: span.begin_s):
+            if request.row != "requests" or request.parent is not None:
                 continue
-            self._arrows.append(("call", calls[request.span.name], request))
-            version = request.span.args["version"]
-            if version in published and (request.pid, version) not in seen:
-                self._arrows.append(("weights", published[version], request))
-            seen.add((request.pid, version))
+            yield "call", calls[request.name], request
+            version = request.args["version"]
+            first_use = self._place[request][0], version
+            if version in published and first_use not in seen:
+                yield "weights", published[version], request
+            seen.add(first_use)
 
     def as_json(self, about: dict[str, Any]) -> dict[str, Any]:
-        zero = min((drawn.span.begin_s for drawn in self._drawn), default=0.0)
+        zero = min((span.begin_s for span in self._place), default=0.0)
         events = list(self._names)
-        for drawn in self._drawn:
-            span = drawn.span
+        for span, (pid, tid) in self._place.items():
             # Round both ends rather than the duration: a child must not end after a parent that ends with it.
             begin, end = nanoseconds(span.begin_s - zero), nanoseconds(ended(span) - zero)
             args = {key: value for key, value in span.args.items() if key != "timing"}
             event = {"ph": "X", "name": span.name, "cat": span.row, "ts": begin / 1000, "dur": (end - begin) / 1000}
-            events.append(event | {"pid": drawn.pid, "tid": drawn.tid, "args": args})
-        for number, (kind, source, target) in enumerate(self._arrows):
-            for ph, at in (("s", source), ("f", target)):
-                ts = nanoseconds(at.span.begin_s - zero) / 1000
-                event = {"ph": ph, "name": kind, "cat": kind, "id": number, "ts": ts}
-                # bp: the arrow ends at the enclosing span, not at the next one that begins.
-                events.append(event | {"pid": at.pid, "tid": at.tid} | ({"bp": "e"} if ph == "f" else {}))
+            events.append(event | {"pid": pid, "tid": tid, "args": args})
+        for number, (kind, source, target) in enumerate(self._arrows()):
+            # bp: the arrow ends at the enclosing span, not at the next one that begins.
+            for span, end_of_arrow in ((source, {"ph": "s"}), (target, {"ph": "f", "bp": "e"})):
+                pid, tid = self._place[span]
+                event = {"name": kind, "cat": kind, "id": number, "ts": nanoseconds(span.begin_s - zero) / 1000}
+                events.append(event | {"pid": pid, "tid": tid} | end_of_arrow)
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
 
     def _name(self, pid: int, tid: int, kind: str, name: str) -> None:

@@ -26,11 +26,11 @@ from megatron_rl.config.loading import member, read_sections
 from megatron_rl.config.rules import refuse
 from megatron_rl.launch import file_lock, own_gpu, start_up
 from megatron_rl.launch.cores import free_cores
-from megatron_rl.launch.listening import is_loopback, listen, port_number
 from megatron_rl.launch.placement import ranks_of_step
 from megatron_rl.launch.run_token import token_in
 from megatron_rl.life import process_exit
 from megatron_rl.life.last_words import one_line
+from megatron_rl.tools.embedded_server.listening import is_loopback, listen, port_number
 
 if TYPE_CHECKING:
     from megatron_rl.training_server.ranks import Ranks

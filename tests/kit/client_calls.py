@@ -36,6 +36,13 @@ def start(engine: RemoteSGLangEngine, rid: str = "r", **request: Any) -> Future[
     return engine._thread.submit(engine.agenerate(request_of(rid, **request)))
 
 
+def abort_all(engine: RemoteSGLangEngine) -> None:
+    """Abort every request on the engine's servers, also those of others."""
+    fleet = engine.service.client.fleet
+    body = {"abort_all": True}
+    engine._thread.run(fleet.on_all(lambda server: server.command("/abort_request", body, timeout_s=LATE_S)))
+
+
 def greedy(engine: RemoteSGLangEngine, count: int = 12, prompt: Sequence[int] = PROMPT) -> LLMResponse:
     return ask(engine, input_ids=prompt, max_new_tokens=count, greedy=True, ignore_eos=True)
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_rl.launch.listening import listen
 from megatron_rl.tools.embedded_server import server
+from megatron_rl.tools.embedded_server.listening import listen
 from megatron_rl.tools.embedded_server.server import RolloutServer, build_server, open_to_clients
 from tests.kit import programs
 from tests.kit.run_tokens import TOKEN_FILE

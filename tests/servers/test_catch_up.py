@@ -138,7 +138,7 @@ def test_publication_waits_for_a_server_that_is_just_let_go_on(late):
 
     async def slowly(_):
         # The publication has begun, and waits for this.
-        await until(lambda: clients and not clients[0].service.client.fleet.members._may_catch_up)
+        await until(lambda: clients and not clients[0].service.client.fleet.members.may_catch_up)
         return {"success": True}
 
     engine, _, late_server = late(update_weight_version=slowly)

@@ -9,12 +9,11 @@ from aiohttp import web
 
 from megatron_rl.api import NoServerLeft
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.rollout_service import RolloutService
 from megatron_rl.servers import generate
 from megatron_rl.types import LLMRequest, LLMResponse
 from megatron_rl.workflows import RLVRWorkflow
 from tests.kit import client_calls
-from tests.kit.client_calls import PROMPT, start, update
+from tests.kit.client_calls import PROMPT, abort_all, start, update
 from tests.kit.pace import held_at
 from tests.kit.reference import (
     interrupt,
@@ -98,8 +97,7 @@ def test_reply_that_an_update_interrupts_goes_on_with_the_new_weights(
 
 def test_reply_that_a_stranger_aborts_is_continued(embedded_servers, connect, tiny_model):
     engine = connect(embedded_servers[:1])
-    abort = lambda: engine._await(RolloutService._command_all, "/abort_request", {"abort_all": True})  # noqa: E731
-    reply = interrupt(engine, embedded_servers[0], PROMPT, 400, abort)
+    reply = interrupt(engine, embedded_servers[0], PROMPT, 400, lambda: abort_all(engine))
     assert (reply.output_len, reply.stop_reason, reply.interruptions) == (400, "length", 1)
     expected = reference_logprobs(tiny_model, PROMPT, reply.output_tokens)
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from megatron_rl.launch.server_registry import Lease, Registration, registered_urls
+from megatron_rl.launch.server_registry import Registration, registered, registered_urls
 from tests.kit.client_calls import ask, publish_checked, start
 from tests.kit.forks import has_ended
 from tests.kit.runs import ROOT, environment, run_until_killed, steps_of
@@ -27,7 +27,9 @@ def registry(tmp_path, monkeypatch):
     with ExitStack() as stack:
 
         def enter(server, run=RUN):
-            return stack.enter_context(Lease(tmp_path, Registration(url=server.url, run=run), is_well=lambda: True))
+            return stack.enter_context(
+                registered(tmp_path, Registration(url=server.url, run=run), is_well=lambda: True)
+            )
 
         yield tmp_path, enter
 
@@ -90,7 +92,7 @@ def test_server_that_left_is_asked_nothing_more_and_its_replies_move(honest, con
     replies = [start(engine, rid) for rid in "ab"]
     wait_until(lambda: leaving.generations())
     membership = engine.membership
-    lease.path.unlink()
+    lease.unlink()
     assert [reply.result(LIMIT_S).output_tokens for reply in replies] == [[2, 3], [2, 3]]
     assert engine.serving == list(engine.server_ranks) == [staying.url]
     # The weight group that it is in no longer fits.
@@ -103,7 +105,7 @@ def test_nobody_leaves_in_the_middle_of_a_publication(honest, connect, registry,
     lease, _ = enter(leaving), enter(staying)
     engine = connect([leaving.url, staying.url], run_name=RUN, registry=str(folder))
     engine.select_servers()
-    lease.path.unlink()
+    lease.unlink()
     wait_for_reads()
     assert len(engine.server_ranks) == 2
     publish_checked(engine, 1)
@@ -120,7 +122,7 @@ def test_run_whose_servers_are_all_gone_goes_on_with_those_that_come(honest, con
     gone.endpoints = {"/generate"}
     waiting = start(engine)
     wait_until(lambda: not engine.serving)
-    lease.path.unlink()
+    lease.unlink()
     wait_for_reads()
     assert not engine.needs_weights  # there is nobody to publish to
     enter(come)

@@ -20,10 +20,10 @@ import pytest
 import requests
 
 from megatron_rl import cli
-from megatron_rl.launch.listening import listen
 from megatron_rl.tools.embedded_server import bodies, connections, server, weight_endpoints
 from megatron_rl.tools.embedded_server.batcher import Batcher
 from megatron_rl.tools.embedded_server.guard import MOST_IN_WINDOW, LogRate
+from megatron_rl.tools.embedded_server.listening import listen
 from megatron_rl.tools.embedded_server.server import build_server, open_to_clients
 from tests.kit.embedded import InAThread, in_a_thread
 from tests.kit.examples import max_examples

@@ -11,14 +11,13 @@ import pytest
 import requests
 
 from megatron_rl.config import GenerationConfig
-from megatron_rl.rollout.rollout_service import RolloutService
 from megatron_rl.servers import pool
 from megatron_rl.telemetry.trace import RankTrace, Recording, chrome_trace
 from megatron_rl.types import LLMRequest
 from megatron_rl.weights.publish import DiskPublisher
 from megatron_rl.workflows import ReMaxWorkflow
 from tests.chrome_trace import parse_trace
-from tests.kit.client_calls import PROMPT, lose, pid_of, wait_until_serving
+from tests.kit.client_calls import PROMPT, abort_all, lose, pid_of, wait_until_serving
 from tests.kit.in_process import specs_of
 from tests.kit.reference import (
     interrupt,
@@ -128,8 +127,7 @@ def test_vocabulary_is_known_so_that_no_bad_id_can_kill_the_server(engine):
 @pytest.mark.thorough  # one that the server itself aborts, as its weights are half new, is below
 def test_aborted_reply_is_continued(engine, real_sglang, tiny_model):
     engine.update_weights(tiny_model, 1)
-    abort = lambda: engine._await(RolloutService._command_all, "/abort_request", {"abort_all": True})  # noqa: E731
-    reply = interrupt(engine, real_sglang, PROMPT, LONG, abort)
+    reply = interrupt(engine, real_sglang, PROMPT, LONG, lambda: abort_all(engine))
     assert (reply.output_len, reply.stop_reason, reply.interruptions) == (LONG, "length", 1)
     expected = reference_logprobs(tiny_model, PROMPT, reply.output_tokens)
     assert reply.output_logprobs == pytest.approx(expected, abs=1e-3)

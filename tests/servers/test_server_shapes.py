@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_rl.api import RequestRefused
-from megatron_rl.launch.server_registry import Lease, Registration
+from megatron_rl.launch.server_registry import Registration, registered
 from tests.kit.client_calls import ask, update
 from tests.kit.waiting import LIMIT_S, wait_until
 
@@ -31,8 +31,11 @@ def test_the_models_config_says_it_where_the_server_does_not(scripted, connect, 
 def test_quantized_server_that_comes_late_is_left_out_and_named(scripted, connect, tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("megatron_rl.servers.pool.REGISTRY_EVERY_S", 0.05)
     first, late = scripted(), scripted(info={"quantization": "fp8"})
-    registered = [Registration(url=server.url, run="r") for server in (first, late)]
-    with Lease(tmp_path, registered[0], is_well=lambda: True), Lease(tmp_path, registered[1], is_well=lambda: True):
+    entries = [Registration(url=server.url, run="r") for server in (first, late)]
+    with (
+        registered(tmp_path, entries[0], is_well=lambda: True),
+        registered(tmp_path, entries[1], is_well=lambda: True),
+    ):
         engine = connect(first.url, run_name="r", registry=str(tmp_path))
         wait_until(lambda: f"left out: {late.url}: quantization = 'fp8'" in caplog.text)
         update(engine)

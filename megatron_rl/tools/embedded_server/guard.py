@@ -17,11 +17,11 @@ from urllib.parse import urlsplit
 
 from aiohttp import web
 
-from megatron_rl.launch.listening import is_loopback
 from megatron_rl.tools.embedded_server.batcher import Stopped
 from megatron_rl.tools.embedded_server.bodies import RequestFailed
 from megatron_rl.tools.embedded_server.connections import Connections
 from megatron_rl.tools.embedded_server.fields import shown
+from megatron_rl.tools.embedded_server.listening import is_loopback
 from megatron_rl.tools.embedded_server.responses import Handler, error_response, json_response
 
 logger = logging.getLogger(__name__)

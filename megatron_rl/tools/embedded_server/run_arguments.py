@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from megatron_rl.launch.listening import is_loopback
 from megatron_rl.launch.run_token import registered_token_file
+from megatron_rl.tools.embedded_server.listening import is_loopback
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:

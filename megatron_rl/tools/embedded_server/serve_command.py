@@ -16,7 +16,7 @@ import threading
 from pathlib import Path
 
 from megatron_rl.config import RolloutConfig
-from megatron_rl.launch.server_registry import Lease, Registration
+from megatron_rl.launch.server_registry import Registration, registered
 from megatron_rl.servers.supervisor import Supervisor
 from megatron_rl.tools.embedded_server.run_arguments import add_run_arguments, check_run_arguments, token_file_of
 
@@ -120,7 +120,7 @@ def main(argv: list[str]) -> None:
         if args.register is None or node > 0:
             ended.wait()
         else:
-            with Lease(args.register, Registration(url=url, run=args.run), is_well=lambda: supervisor.all_answer):
+            with registered(args.register, Registration(url=url, run=args.run), is_well=lambda: supervisor.all_answer):
                 ended.wait()
     if reason:
         raise SystemExit(f"megatron-rl serve: {reason[0]}")

@@ -25,9 +25,8 @@ import orjson
 import torch
 from aiohttp import web
 
-from megatron_rl.launch.listening import listen, port_number
 from megatron_rl.launch.run_token import token_in
-from megatron_rl.launch.server_registry import Lease, Registration
+from megatron_rl.launch.server_registry import Registration, registered
 from megatron_rl.life import process_exit
 from megatron_rl.tools.embedded_server import protocol
 from megatron_rl.tools.embedded_server.batcher import MEMORY, Batcher
@@ -39,6 +38,7 @@ from megatron_rl.tools.embedded_server.fields import field, shown
 from megatron_rl.tools.embedded_server.guard import LogRate, guard, invite_later
 from megatron_rl.tools.embedded_server.information import InformationEndpoints
 from megatron_rl.tools.embedded_server.lent_memory import MemoryEndpoints
+from megatron_rl.tools.embedded_server.listening import listen, port_number
 from megatron_rl.tools.embedded_server.peer import PeerEndpoints
 from megatron_rl.tools.embedded_server.reply_text import Text
 from megatron_rl.tools.embedded_server.request import Request
@@ -396,7 +396,7 @@ async def serve(server: RolloutServer, listener: socket.socket, args: argparse.N
         with contextlib.ExitStack() as stack:
             if args.register is not None:
                 registration = Registration(url=url, run=args.run)
-                stack.enter_context(Lease(args.register, registration, is_well=lambda: batcher.failure is None))
+                stack.enter_context(registered(args.register, registration, is_well=lambda: batcher.failure is None))
             await stop.wait()
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.telemetry.run_log import SAMPLES, TEXT
-from megatron_rl.telemetry.sample_index import Key, SampleIndex
+from megatron_rl.tools.report.sample_index import Key, SampleIndex
 
 logger = logging.getLogger(__name__)
 SAMPLE_BYTES = 2_000_000

@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from megatron_rl.telemetry.run_log import METRICS, SAMPLES, TEXT, RunRecord, read_run
-from megatron_rl.telemetry.sample_index import SampleIndex
 from megatron_rl.tools.report.report import render
 from megatron_rl.tools.report.report_samples import LETTERS, as_columns, choose_samples, shortened
+from megatron_rl.tools.report.sample_index import SampleIndex
 
 MOST_FOUND = 2000
 """Maximum number of found samples that are sorted by reward or length. If there are more, the newest are taken."""

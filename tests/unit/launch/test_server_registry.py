@@ -12,9 +12,9 @@ import pytest
 from megatron_rl.launch.server_registry import (
     MOST_BYTES,
     PROTOCOL,
-    Lease,
     Registration,
     name_once,
+    registered,
     registered_urls,
     wait_for_servers,
 )
@@ -32,7 +32,7 @@ def write(folder, name, **fields):
 
 
 def test_server_is_in_it_while_its_lease_lasts_and_leaves_by_itself(tmp_path):
-    with Lease(tmp_path / "new", registration(), is_well=lambda: True):
+    with registered(tmp_path / "new", registration(), is_well=lambda: True):
         assert registered_urls(tmp_path / "new", "r") == ["http://a:1"]
     assert registered_urls(tmp_path / "new", "r") == []
     assert list((tmp_path / "new").iterdir()) == []
@@ -62,9 +62,9 @@ def test_clock_of_this_host_does_not_matter(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_lease_is_renewed_while_the_server_is_well(tmp_path):
     is_well = [True]
-    with Lease(tmp_path, registration(lease_s=0.5), is_well=lambda: is_well[0]) as lease:
-        first = lease.path.stat().st_mtime
-        wait_until(lambda: lease.path.stat().st_mtime >= first + 0.5)
+    with registered(tmp_path, registration(lease_s=0.5), is_well=lambda: is_well[0]) as path:
+        first = path.stat().st_mtime
+        wait_until(lambda: path.stat().st_mtime >= first + 0.5)
         is_well[0] = False
         wait_until(lambda: registered_urls(tmp_path, "r") == [])
         is_well[0] = True
@@ -73,7 +73,7 @@ def test_lease_is_renewed_while_the_server_is_well(tmp_path):
 
 def test_restarted_server_takes_its_own_place(tmp_path):
     write(tmp_path, "http-a-1", url="http://a:1")  # of the one that was killed
-    with Lease(tmp_path, registration(), is_well=lambda: True):
+    with registered(tmp_path, registration(), is_well=lambda: True):
         assert registered_urls(tmp_path, "r") == ["http://a:1"]
 
 
@@ -94,7 +94,7 @@ def test_run_that_waits_in_vain_says_how_to_start_servers(tmp_path):
 
 
 def test_server_of_another_user_is_not_sent_the_runs_token(tmp_path, monkeypatch, caplog):
-    with Lease(tmp_path, Registration(url="http://a:1", run="r"), is_well=lambda: True):
+    with registered(tmp_path, Registration(url="http://a:1", run="r"), is_well=lambda: True):
         monkeypatch.setattr("megatron_rl.launch.server_registry.os.geteuid", lambda: os.getuid() + 1)
         assert registered_urls(tmp_path, "r") == []
     assert f"belongs to user {os.getuid()}" in caplog.text

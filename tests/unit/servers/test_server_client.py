@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_rl.servers.reply_check import named_spans, spread
+from megatron_rl.servers.reply_check import lengths_of
 from megatron_rl.servers.server_http import ServerError, message_of
 from megatron_rl.servers.server_info import parse_version
 
@@ -27,12 +27,14 @@ def test_message_is_found_in_every_shape_of_an_error(content, message):
     assert message_of(content) == message
 
 
-def test_step_that_was_under_way_at_a_pause_in_place_counts_for_the_weights_that_made_it():
-    spans = [{"version": "4", "start": 0, "end": 2}, {"version": "5", "start": 2, "end": 5}]
-    assert spread([4, 5], [2, 5], 5, late=1).each().tolist() == [4, 4, 4, 5, 5]
-    assert spread([4], [2], 2, late=1).each().tolist() == [4, 4]
-    # A span of one token, from an update right after another.
-    spans = [spans[0], {"version": "5", "start": 2, "end": 3}, {"version": "6", "start": 3, "end": 5}]
-    assert spread([4, 5, 6], [2, 3, 5], 5, late=1).each().tolist() == [4, 4, 4, 5, 6]
-    assert named_spans(spans, 5, late=1) == [("4", 3), ("5", 1), ("6", 1)]
-    assert named_spans(spans, 5, late=0) == [("4", 2), ("5", 1), ("6", 2)]
+@pytest.mark.parametrize(
+    ("ends", "late", "lengths"),
+    [
+        ([2, 5], 1, [3, 2]),
+        ([2], 1, [2]),
+        ([2, 3, 5], 1, [3, 1, 1]),  # a span of one token, from an update right after another
+        ([2, 3, 5], 0, [2, 1, 2]),
+    ],
+)
+def test_step_that_was_under_way_at_a_pause_in_place_counts_for_the_weights_that_made_it(ends, late, lengths):
+    assert lengths_of([{"end": end} for end in ends], ends[-1], late=late) == lengths

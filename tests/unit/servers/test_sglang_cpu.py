@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parents[3] / "megatron_rl" / "servers" / "sglang_cpu"
+FOLDER = Path(__file__).resolve().parents[3] / "megatron_rl" / "tools" / "sglang_cpu"
 PROGRAM = """
 import sys, sitecustomize
 hooks = {name: (lambda name=name: print(name), unneeded) for name, (_, unneeded) in sitecustomize.HOOKS.items()}

@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from megatron_rl.config import TelemetryConfig
+from megatron_rl.launch.ports import free_port
 from megatron_rl.telemetry.run_log import RunLog
-from megatron_rl.telemetry.sinks import Prometheus, Sink, Sinks
+from megatron_rl.telemetry.sinks import Sink, Sinks
 from tests.kit.interpreters import run_python
 from tests.kit.waiting import LATE_S
 
@@ -78,45 +79,34 @@ sinks.close()
 
 def test_prometheus_offers_the_newest_numbers(tmp_path):
     pytest.importorskip("prometheus_client")
-    sinks = Sinks(TelemetryConfig(prometheus="127.0.0.1:0"), tmp_path / "run 7", 0, {})
+    config = TelemetryConfig(prometheus=f"127.0.0.1:{free_port('127.0.0.1')}")
+    sinks = Sinks(config, tmp_path / "run 7", 0, {})
     sinks.log(1, {"reward/mean": 0.25})
     sinks.log(2, {"reward/mean": 0.5})
-    [sink] = sinks._open
-    assert isinstance(sink, Prometheus)
-    with urllib.request.urlopen(f"http://127.0.0.1:{sink.port}/metrics", timeout=LATE_S) as answer:
+    with urllib.request.urlopen(f"http://{config.prometheus}/metrics", timeout=LATE_S) as answer:
         text = answer.read().decode()
     assert 'megatron_rl_reward_mean{run="run 7"} 0.5' in text
     assert 'megatron_rl_finished_steps{run="run 7"} 2.0' in text
     with pytest.raises(ValueError, match=r"telemetry.prometheus = .*cannot be listened on"):
-        Sinks(TelemetryConfig(prometheus=f"127.0.0.1:{sink.port}"), tmp_path, 0, {})
+        Sinks(config, tmp_path, 0, {})
     sinks.close()
 
 
 def test_sink_that_fails_is_left_out_and_the_others_go_on(tmp_path, caplog):
-    class Broken(Sink):
-        name = "broken"
+    def unreachable(step, numbers):
+        raise OSError("service unreachable")
 
-        def log(self, step, metrics):
-            raise OSError("service unreachable")
+    def never():
+        raise AssertionError("was left out")
 
-        def close(self):
-            raise AssertionError("was left out")
-
-    class Kept(Sink):
-        name, steps = "kept", []
-
-        def log(self, step, metrics):
-            self.steps.append(step)
-
-        def close(self):
-            self.steps.append("closed")
-
+    steps = []
+    kept = Sink("kept", lambda step, numbers: steps.append(step), lambda: steps.append("closed"))
     with RunLog(tmp_path, 2, console=Console(file=io.StringIO())) as log:
         log.sinks = Sinks(TelemetryConfig(), tmp_path, 0, {})
-        log.sinks._open = [Broken(), Kept()]
+        log.sinks._open = [Sink("broken", unreachable, never), kept]
         log.log_step(0, {"a": 1.0})
         log.log_step(1, {"a": 2.0})
-    assert Kept.steps == [1, 2, "closed"]
+    assert steps == [1, 2, "closed"]
     assert caplog.text.count("broken is left out from here on: OSError: service unreachable") == 1
     assert [json.loads(line)["a"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == [1.0, 2.0]
 

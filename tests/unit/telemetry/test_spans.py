@@ -52,8 +52,9 @@ def test_without_a_recording_only_the_last_ones_are_remembered():
     assert spans.take() == []
 
 
-def test_a_recording_is_bounded_and_counts_what_it_leaves_out():
-    spans = Spans(most=3)
+def test_a_recording_is_bounded_and_counts_what_it_leaves_out(monkeypatch):
+    monkeypatch.setattr("megatron_rl.telemetry.spans.SPANS_RECORDED", 3)
+    spans = Spans()
     spans.record()
     with spans("episodes", "long"):
         for number in range(4):

@@ -18,12 +18,12 @@ from rich.console import Console
 
 from megatron_rl import cli
 from megatron_rl.telemetry.run_log import RunLog, Sample, Turn, read_run
-from megatron_rl.telemetry.sample_index import SampleIndex
 from megatron_rl.tools.report.charts import Series, line_chart
 from megatron_rl.tools.report.figures import write_figures
 from megatron_rl.tools.report.live_script import LIVE_SCRIPT
 from megatron_rl.tools.report.report import write_report
 from megatron_rl.tools.report.report_samples import SCRIPT
+from megatron_rl.tools.report.sample_index import SampleIndex
 from megatron_rl.tools.watch.live_report import MOST_SENT
 from megatron_rl.tools.watch.watch import WatchServer
 from tests.kit.waiting import LATE_S, wait_until

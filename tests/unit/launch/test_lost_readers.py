@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 
-from megatron_rl.life import lost_readers
+from megatron_rl.launch import rank
 from megatron_rl.telemetry.run_log import RunLog
 
 PROGRAM = """
 import os, sys, time
-from megatron_rl.life.lost_readers import outlive_readers
+from megatron_rl.launch.rank import outlive_readers
 outlive_readers()
 print("the first line ä")
 sys.stdout.flush()
@@ -50,5 +50,5 @@ def test_output_that_is_no_file_is_left_alone(monkeypatch):
     stream = type("Notebook", (), {"write": lambda self, text: None, "flush": lambda self: None})()
     monkeypatch.setattr(sys, "stdout", stream)
     monkeypatch.setattr(sys, "stderr", stream)
-    lost_readers.outlive_readers()
+    rank.outlive_readers()
     assert sys.stdout is stream
