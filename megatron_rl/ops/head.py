@@ -13,19 +13,8 @@ from torch import Tensor
 
 from megatron_rl.ops.library import accumulator, dense, ops, overwrite_with_gradient
 from megatron_rl.ops.logprobs import VocabShard, check_temperature, gather_partials
-from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo, ppo_loss
-from megatron_rl.ops.support_columns import (
-    ChangedColumns,
-    SupportColumns,
-    Supports,
-    changed_columns,
-    labels_outside,
-)
+from megatron_rl.ops.support_columns import ChangedColumns, SupportColumns, Supports, changed_columns, labels_outside
 from megatron_rl.ops.taken_rows import TakenRows
-
-Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""(rows, log-probs, entropy) -> (`[K]` float64 sums, of which the first is the loss; the loss's gradients with respect
-to log-probs and entropy)"""
 
 CHUNK_BYTES = 1 << 30
 """Maximum size of a chunk's float32 logits."""
@@ -141,10 +130,11 @@ def logits_results(
     return ops.logprob_finish(logits, partials, labels, *rest, shard.size, False)
 
 
-Form = Callable[[slice, Tensor], tuple]
-"""(rows, their logits) -> the remaining arguments of the gradient operators"""
-Beside = Callable[[slice, Tensor], Tensor]
-"""(rows, their logits) -> gradient `[c, columns]` of an additional loss term, for this rank's columns"""
+Form = Callable[[slice, Tensor], tuple[tuple, Tensor | None]]
+"""(rows, their logits) -> (the remaining arguments of the gradient operators, a gradient `[c, columns]` to add)"""
+Slopes = Callable[[slice, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
+"""(rows, logits, log-probs, entropy) -> (`[K]` float64 sums, of which the first is the loss; the loss's gradients with
+respect to log-probs and entropy, and directly with respect to the logits)"""
 LogitsTerm = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]
 """(logits `[c, V_local]`, places `[c]`) -> (loss part, statistics, gradient `[c, columns]`) of an extra term"""
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -155,17 +145,16 @@ CHUNKS_OF_TERM = 4
 
 def add_gradients(
     hidden: Tensor, weight: Tensor, rows_per_chunk: int | None, form: Form, grad_hidden: Tensor | None,
-    total: WeightGradient | None, logits: Tensor | None = None, beside: Beside | None = None,
-    support: tuple[Supports, VocabShard] | None = None, product: Product = head_logits,
-    changed: ChangedColumns | None = None,
+    total: WeightGradient | None, logits: Tensor | None = None, support: tuple[Supports, VocabShard] | None = None,
+    product: Product = head_logits, changed: ChangedColumns | None = None,
 ) -> None:  # fmt: skip
     """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
 
     The logits' gradient overwrites the logits. If the logits' dtype is wider than the weight's, it goes into a buffer
     of the weight's dtype instead, so that products have 16-bit operands.
 
-    logits: if given, the logits of all rows, which then form one chunk. beside: function for the gradient of an
-    additional term. support: the rows' supports, and this rank's columns. changed: what has changed the given logits.
+    logits: if given, the logits of all rows, which then form one chunk. support: the rows' supports, and this rank's
+    columns. changed: what has changed the given logits.
     """
     narrow, count, known = None, len(hidden), logits is not None
     changes = support is not None and support[0].adjustment is not None
@@ -184,9 +173,8 @@ def add_gradients(
             own = logits[: some.stop - begin]  # no longer needed, so overwritten below
             if support is not None and not known:
                 own, changed = changed_columns(own, support[0][some], support[1], valid_columns(weight, support[1]))
-            more = None if beside is None else beside(some, own)  # must read the logits before they are overwritten
             into = own if narrow is None else narrow[begin - start : some.stop - start]
-            labels, *given = form(some, own)
+            (labels, *given), more = form(some, own)
             cut = None if support is None else SupportColumns(own, support[0][some], support[1], given[-1])
             outside = labels if support is None else labels_outside(labels, support[0][some])
             if narrow is None:
@@ -247,7 +235,7 @@ class HeadLogprobs(torch.autograd.Function):
 
         def form(rows: slice, _: Tensor) -> tuple:
             slopes = (None if g is None else g[rows].contiguous() for g in (grad_logprobs, grad_entropy))
-            return *(column[rows] for column in columns), *slopes, *ctx.rest
+            return (*(column[rows] for column in columns), *slopes, *ctx.rest), None
 
         cut = None if ctx.support is None else (ctx.support, ctx.shard)
         more = {"support": cut, "product": ctx.product, "changed": None if logits is None else ctx.changed}
@@ -270,8 +258,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, slopes: Slopes,
-        shard: VocabShard, temperature: float, rows_per_chunk: int | None, beside: Beside | None,
-        support: Supports | None, product: Product,
+        shard: VocabShard, temperature: float, rows_per_chunk: int | None, support: Supports | None, product: Product,
     ):  # fmt: skip
         rest, totals = columns_of(weight, shard, temperature), []
         grad_hidden, ctx.is_frozen = torch.empty_like(hidden), main_grad is None and not ctx.needs_input_grad[1]
@@ -280,14 +267,13 @@ class HeadLoss(torch.autograd.Function):
         def form(rows: slice, logits: Tensor) -> tuple:
             cut = None if support is None else support[rows]
             logprobs, entropy, peak, log_sum = logits_results(logits, labels[rows], shard, rest, support=cut)
-            sums, by_logprob, by_entropy = slopes(rows, logprobs, entropy)
+            sums, by_logprob, by_entropy, by_logits = slopes(rows, logits, logprobs, entropy)
             totals.append(sums)
-            return labels[rows], peak, log_sum, entropy, by_logprob, by_entropy, *rest
+            return (labels[rows], peak, log_sum, entropy, by_logprob, by_entropy, *rest), by_logits
 
         # Done in the forward pass, because a chunk's logits are gone afterwards. Backward only scales the gradient.
         cut = None if support is None else (support, shard)
-        more = {"beside": beside, "support": cut, "product": product}
-        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, **more)
+        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, support=cut, product=product)
         sums = torch.stack(totals).sum(0)  # [K] float64
         ctx.save_for_backward(grad_hidden, weight, None if total is None else total.for_autograd())
         ctx.mark_non_differentiable(sums)
@@ -303,7 +289,7 @@ class HeadLoss(torch.autograd.Function):
         else:  # it was added to main_grad before it could be scaled
             torch._assert_async(grad_loss == 1, "main_grad: has the gradient of a head's loss that was then scaled.")
             by_weight = placeholder(weight) if ctx.needs_input_grad[1] else None
-        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 9
+        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 8
 
 
 def lm_head_loss(
@@ -337,97 +323,27 @@ def lm_head_loss(
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
     names: list[str] = []
-    of_term: list[tuple[Tensor, dict[str, Tensor]]] = []
 
-    def beside(chunk: slice, logits: Tensor) -> Tensor:
-        assert term is not None
-        *found, gradient = term(logits, kept[chunk])
-        of_term.append((found[0], found[1]))
-        return gradient
-
-    def slopes(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def slopes(chunk: slice, logits: Tensor, logprobs: Tensor, entropy: Tensor) -> tuple:
+        by_logits = None
         leaves = [logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()]
         with torch.enable_grad():
             total, sums = loss(*leaves, kept[chunk])
             by_logprob, by_entropy = torch.autograd.grad(total, leaves, allow_unused=True)  # of [c] leaves: cheap
         if term is not None:
-            part, more = of_term.pop()
+            part, more, by_logits = term(logits, kept[chunk])
             total, sums = total + part.to(total.dtype), sums | more
         names[:] = sums  # HeadLoss returns only tensors; names are the same in every chunk
         column = torch.stack([total.detach().double(), *(value.detach().double() for value in sums.values())])
         by_logprob = torch.zeros_like(logprobs) if by_logprob is None else by_logprob.contiguous()
-        return column, by_logprob, dense(by_entropy)
+        return column, by_logprob, dense(by_entropy), by_logits
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
     if term is not None:
         rows_per_chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))
-    cut, extra = taken(support, adjustment, kept), None if term is None else beside
-    options = (shard, temperature, rows_per_chunk, extra, cut, product)
+    options = (shard, temperature, rows_per_chunk, taken(support, adjustment, kept), product)
     total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, *options)
     return total, dict(zip(names, sums[1:].unbind(), strict=True))
-
-
-def lm_head_ppo_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    proximal_logprobs: Tensor | None,
-    behavior_logprobs: Tensor | None,
-    advantages: Tensor,
-    options: PpoOptions,
-    *,
-    shard: VocabShard,
-    rows: Tensor | TakenRows | None = None,
-    kept: Tensor | None = None,
-    temperature: float = 1.0,
-    ref_logprobs: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | None = None,
-    rows_per_chunk: int | None = None,
-    support: Tensor | None = None,
-    adjustment: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute `ppo_loss` of the log-probabilities of `hidden @ weight.T`, holding only one chunk of logits at a time.
-
-    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64, `rows`, `kept`, `support` and `adjustment` are as in
-    `lm_head_logprobs`. The rest is as in `ppo_loss`, with mask `labels >= 0`. The gradient is always computed together
-    with the loss; for a pass without gradient use `lm_head_logprobs`. A per-sequence loss needs all log-probabilities
-    before the first gradient, so it takes two sweeps, and the second recomputes the logits.
-    """
-    dtype = accumulator(hidden.dtype)
-    columns = [
-        None if column is None else column.detach().to(dtype)
-        for column in (proximal_logprobs, behavior_logprobs, advantages, ref_logprobs)
-    ]
-    check_ppo(options, behavior_logprobs=behavior_logprobs, ref_logprobs=ref_logprobs, cu_seqlens=cu_seqlens)
-    if options.by_sequence:
-        more = {"shard": shard, "rows": rows, "kept": kept, "temperature": temperature}
-        more |= {"support": support, "adjustment": adjustment}
-        logprobs, entropy = lm_head_logprobs(hidden, weight, labels, **more, rows_per_chunk=rows_per_chunk)
-        *given, ref = columns
-        return ppo_loss(
-            *(logprobs, *given, labels >= 0, options),
-            ref_logprobs=ref,
-            entropy=entropy,
-            cu_seqlens=cu_seqlens,
-            normalizer=normalizer,
-        )
-
-    kept = places_of(labels) if kept is None else kept
-    check_temperature(temperature, labels)
-    chosen = [None if column is None else column.index_select(0, kept) for column in columns]
-    packed = options.packed(1.0 if normalizer is None else 1.0 / normalizer)
-
-    def slopes(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        *given, ref = (None if column is None else column[chunk] for column in chosen)
-        trained = torch.ones_like(logprobs, dtype=torch.bool)
-        _, sums, by_logprob, by_entropy = ops.ppo_loss(logprobs, *given, trained, ref, entropy, None, None, packed)
-        return sums, by_logprob, by_entropy if options.entropy_coefficient != 0 else None
-
-    picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    more = (shard, temperature, rows_per_chunk, None, taken(support, adjustment, kept), head_logits)
-    loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, *more)
-    return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))
 
 
 def lm_head_logprobs(

@@ -105,17 +105,27 @@ class PpoOptions:
         return [float(numbers[k].index(v)) if k in numbers else float(v) for k, v in values.items()] + [scale]
 
 
-def check_ppo(options: PpoOptions, **tensors: Tensor | None) -> None:
-    """Raise ValueError if an option needs a tensor that is missing."""
-    needed = {
-        "behavior_logprobs": options.behavior != "off",
-        "ref_logprobs": options.kl_coefficient > 0,
-        "entropy": options.entropy_coefficient != 0,
-        "cu_seqlens": options.by_sequence,
-    }
-    for name, tensor in tensors.items():
-        if needed[name] and tensor is None:
-            raise ValueError(f"{name} is missing: {options} needs it.")
+# The fake gives torch.compile the shapes and dtypes that it needs to trace without computing.
+@torch.library.register_fake("megatron_rl::ppo_loss")
+def _(logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights, cu_seqlens, options):
+    sums = logprobs.new_empty(len(PPO_SUMS), dtype=torch.float64)
+    return logprobs.new_empty(()), sums, torch.empty_like(logprobs), torch.empty_like(logprobs)
+
+
+def save_for_backward(ctx, inputs, output) -> None:
+    _, sums, grad_logprobs, grad_entropy = output
+    ctx.mark_non_differentiable(sums, grad_logprobs, grad_entropy)  # already computed in the forward pass
+    ctx.save_for_backward(grad_logprobs, grad_entropy)
+    ctx.has_entropy = inputs[6] is not None  # autograd accepts a gradient only for inputs that were given
+
+
+def backward(ctx, grad_loss, *_):
+    grad_logprobs, grad_entropy = ctx.saved_tensors
+    by_entropy = grad_loss * grad_entropy if ctx.has_entropy else None
+    return grad_loss * grad_logprobs, None, None, None, None, None, by_entropy, None, None, None
+
+
+torch.library.register_autograd("megatron_rl::ppo_loss", backward, setup_context=save_for_backward)
 
 
 def ppo_loss(
@@ -145,9 +155,14 @@ def ppo_loss(
 
     Differentiable in logprobs and entropy. Does not synchronize with the device, and is bitwise reproducible.
     """
-    check_ppo(
-        options, behavior_logprobs=behavior_logprobs, ref_logprobs=ref_logprobs, entropy=entropy, cu_seqlens=cu_seqlens
-    )
+    for name, tensor, is_needed in (
+        ("behavior_logprobs", behavior_logprobs, options.behavior != "off"),
+        ("ref_logprobs", ref_logprobs, options.kl_coefficient > 0),
+        ("entropy", entropy, options.entropy_coefficient != 0),
+        ("cu_seqlens", cu_seqlens, options.by_sequence),
+    ):
+        if is_needed and tensor is None:
+            raise ValueError(f"{name} is missing: {options} needs it.")
     rows = {
         "proximal_logprobs": proximal_logprobs,
         "behavior_logprobs": behavior_logprobs,

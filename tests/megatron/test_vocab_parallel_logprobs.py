@@ -12,9 +12,10 @@ from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.engine.draft_head import soft_cross_entropy
 from megatron_rl.engine.output_head import Head
-from megatron_rl.ops import Cut, PpoOptions, VocabShard, head, lm_head_ppo_loss, packed_logprobs
+from megatron_rl.ops import Cut, PpoOptions, VocabShard, head, packed_logprobs
 from megatron_rl.parallel import Axis
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model
+from tests.kit.operators import lm_head_ppo_loss
 from tests.kit.ranks import run_ranks
 from tests.unit.logit_cases import rows
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from megatron_rl.ops import VocabShard, lm_head_logprobs, packed_logprobs, reference
+from megatron_rl.ops import VocabShard, lm_head_logprobs, packed_logprobs
 from megatron_rl.ops.library import ops
+from tests.kit import operators as reference
 from tests.unit.logit_cases import KINDS, WIDTHS, assert_rounded, exact, rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
