@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from tensordict import TensorDict
@@ -13,8 +14,7 @@ from torch import Tensor
 from megatron_rl.algo import advantage
 from megatron_rl.algo.aggregation import set_positive_weights, set_row_weights, trained_sequences, trained_tokens
 from megatron_rl.algo.catalogue import find_estimator, find_loss
-from megatron_rl.algo.control import EntropyController
-from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
+from megatron_rl.algo.loss import PolicyLoss, value_clip
 from megatron_rl.algo.registry import TorchLoss
 from megatron_rl.algo.reward_shaping import RewardShaper, token_rewards
 from megatron_rl.algo.selection import high_entropy, keep, share_of
@@ -31,6 +31,37 @@ class Reference(Protocol):
     """Frozen model that computes log-probabilities, such as a MegatronEngine."""
 
     def forward(self, data: TrajectoryBatch, *, temperature: float = 1.0) -> Tensor: ...
+
+
+class EntropyController:
+    """Weight of the entropy bonus: fixed, or adapted to keep the entropy above a target.
+
+    Below the target the weight grows by `algo.entropy_step` per step. Above the target it shrinks by as much and is not
+    applied (adaptive entropy control of Skywork-OR1, arXiv 2505.22312).
+    """
+
+    def __init__(self, options: AlgorithmConfig) -> None:
+        self.options, self.value = options, options.entropy_coefficient
+        self.is_below = True
+        """Whether the last measured entropy was at or below the target."""
+
+    @property
+    def coefficient(self) -> float:
+        return self.value if self.is_below else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Adapt the weight. entropy: the step's mean per trained token, in nats."""
+        if self.options.entropy_target > 0:
+            self.is_below = entropy <= self.options.entropy_target
+            step = self.options.entropy_step
+            self.value = max(self.value + (step if self.is_below else -step), 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "is_below": self.is_below}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.options.entropy_target > 0:  # a fixed weight always comes from the config, also after a resume
+            self.value, self.is_below = state["value"], state["is_below"]
 
 
 class PolicyActor:
@@ -87,11 +118,14 @@ class PolicyActor:
         before the step's updates: `proximal_logprobs`, `cold_logprobs` (at half the temperature) and `entropies`.
         """
         penalizes = self.options.penalizes_reward
-        needed = ["ref_logprobs"] if penalizes else []
-        needed += ["teacher_logprobs"] if self.teacher_coefficient > 0 else []
-        needed += ["proximal_logprobs"] if penalizes or self.loss.chooses else []
-        needed += [name for name in self.estimator.needs if name not in needed]
-        return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])
+        wanted = {
+            "ref_logprobs": penalizes,
+            "teacher_logprobs": self.teacher_coefficient > 0,
+            "proximal_logprobs": penalizes or self.loss.chooses,
+            **dict.fromkeys(self.estimator.needs, True),
+            "entropies": self.options.high_entropy_share < 1,
+        }
+        return [name for name, is_needed in wanted.items() if is_needed]
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
         """Shape the rewards and set `advantages`. Collective: every rank calls it.
@@ -212,7 +246,7 @@ class Critic:
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
         """Apply one optimizer step per share. Collective: every rank calls it with equally many shares."""
-        loss = ValueLoss(ValueClipLoss(self.options.value_clip))
+        loss = ValueLoss(partial(value_clip, clip=self.options.value_clip))
         return update_each(self.engine, shares, [loss] * len(shares))
 
 

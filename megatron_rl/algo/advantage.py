@@ -425,19 +425,17 @@ def compute(
     mask, contract = batch["loss_mask"].bool(), f"the batch has {', '.join([*batch.sequences, *batch.tokens])}"
     found = call(entry.function, [batch], args, key=f"algo.advantage = {options.advantage!r}", contract=contract)
     mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std  # '' uses the entry's default
-    if not isinstance(found, Tensor):
-        raise ValueError(
-            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {type(found).__name__}; "
-            f"must be a tensor, one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
-        )
-    if is_by_trajectory(found, batch):
+    # A rank may happen to hold as many tokens as there are trajectories, so the shapes on all ranks decide.
+    is_other = not isinstance(found, Tensor) or found.shape != (len(batch),)
+    if int(batch.total(torch.tensor([int(is_other)]))) == 0:
         found = batch.spread(normalize(found, batch["group"], shares=sample_shares(batch), mean=mean, std=std))
-    elif found.shape == mask.shape:
+    elif isinstance(found, Tensor) and found.shape == mask.shape:
         found = normalize_tokens(found, batch, mean=mean, std=std)  # untrained tokens may hold any value
     else:
+        returned = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
-            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {list(found.shape)}; must "
-            f"be one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
+            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {returned}; must be "
+            f"one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens, as a tensor."
         )
     if teacher_coefficient > 0:
         found = found.double() + teacher_coefficient * of_teacher(batch)
@@ -447,14 +445,6 @@ def compute(
     wrong, count = batch.total(torch.tensor([int((~found.isfinite()).sum()), len(found)])).tolist()
     _check_finite(found, wrong, count, f"algo.advantage = {options.advantage!r}: advantages")
     batch.tokens["advantages"] = found
-
-
-def is_by_trajectory(found: Tensor, batch: TrajectoryBatch) -> bool:
-    """Return whether a result is `[B]` on all ranks. Collective: every rank calls it.
-
-    One rank may happen to hold as many tokens as there are trajectories, so its own shape does not decide.
-    """
-    return int(batch.total(torch.tensor([int(found.shape != (len(batch),))]))) == 0
 
 
 def _check_finite(values: Tensor, wrong: int, count: int, what: str) -> None:

@@ -82,13 +82,14 @@ def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: Algor
 
 def trained_sequences(rows: TensorDict) -> Tensor:
     """Return the loss weight for means over trajectories: the number of sequences with a trained row, 0-dim int64."""
-    return (sums_by_sequence(is_trained(rows).long(), rows) > 0).sum()
+    return (sums_by_sequence(is_trained(rows).long(), rows["cu_seqlens"]) > 0).sum()
 
 
-def sums_by_sequence(values: Tensor, rows: TensorDict) -> Tensor:
+def sums_by_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum a microbatch's rows by sequence, `[T]` -> `[B]`."""
-    bounds = rows["cu_seqlens"].long()
-    # Row t belongs to the first sequence whose end is above t.
-    sequence = torch.bucketize(torch.arange(len(values), device=values.device), bounds[1:], right=True)  # [T]
-    sums = torch.zeros(len(bounds) - 1, dtype=values.dtype, device=values.device)
-    return sums.index_add(0, sequence, values)
+    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence_of_rows(values, cu_seqlens), values)
+
+
+def sequence_of_rows(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the index of the sequence that contains each row, `[T]` int64: the first one that ends after the row."""
+    return torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:].long(), right=True)

@@ -42,11 +42,13 @@ def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | N
 
 
 def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> PreferenceLoss:
-    """Return the pair loss with this name or import path, bound to `args`. A trial call on one pair checks both."""
+    """Return the pair loss with this name or import path, bound to `args`.
+
+    A trial call on one pair checks its results before any process group exists. Raises ValueError as `find_estimator`.
+    """
     entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss", kind="loss")
     entry = entry if isinstance(entry, PairLoss) else PairLoss(entry)
-    _check_arguments(entry.function, 1, args, key="preference.loss")
-    # Pair losses check their arguments when called. The trial shows a wrong one before any process group exists.
+    _check_arguments(entry.function, 1, args, key="preference.loss", rules=entry.rules)
     ones = torch.ones(1, 2)
     pairs, contract = Pairs(values=-ones, log_ratios=-ones, tokens=ones), "so it was for one pair, as a trial"
     result = call(entry.function, [pairs], args, key=f"preference.loss = {name!r}", contract=contract)
@@ -83,9 +85,7 @@ def _values_given(loss: FusedLoss | TorchLoss) -> int:
     return 1 if isinstance(loss, FusedLoss) else 2
 
 
-def _check_arguments(
-    function: Callable[..., Any], given: int, args: dict[str, Any], *, key: str, rules: Rules | None = None
-) -> None:
+def _check_arguments(function: Callable[..., Any], given: int, args: dict[str, Any], *, key: str, rules: Rules) -> None:
     try:
         inspect.signature(function).bind(*[None] * given, **args)  # binds the arguments without calling the function
     except TypeError as error:
@@ -93,7 +93,7 @@ def _check_arguments(
             f"{key}_args = {args}: {error}; the arguments of {key} are "
             f"{', '.join(options_of(function, given)) or 'none'}."
         ) from error
-    for name, (holds, rule) in (rules or {}).items():
+    for name, (holds, rule) in rules.items():
         if name in args and not _holds(holds, args[name]):
             raise ValueError(f"{key}_args.{name} = {args[name]!r}: {rule}.")
 

@@ -10,7 +10,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.torch_losses import LossRows, mean_of_sequence, sequence_of_rows, sum_of_sequence
+from megatron_rl.algo.aggregation import sequence_of_rows
+from megatron_rl.algo.torch_losses import LossRows, mean_of_sequence, sum_of_sequence
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.ops.reference import bounded
 
@@ -72,7 +73,9 @@ def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
         return mean_of_sequence(distance, rows.trained & ~unknown, rows.cu_seqlens)
     if correction.reject_level == "sum":
         return sum_of_sequence(distance, rows.cu_seqlens)
-    return largest_of_sequence(distance.abs(), rows.cu_seqlens)
+    sequence = sequence_of_rows(distance, rows.cu_seqlens)
+    largest = distance.new_zeros(len(rows.cu_seqlens) - 1).scatter_reduce(0, sequence, distance.abs(), "amax")
+    return largest[sequence]
 
 
 def log_weights(rows: LossRows) -> tuple[Tensor, Tensor]:
@@ -83,9 +86,3 @@ def log_weights(rows: LossRows) -> tuple[Tensor, Tensor]:
     log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
     unknown = log_weight.isnan()
     return log_weight.masked_fill(unknown, 0.0), unknown
-
-
-def largest_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the largest value of its sequence's rows, at least 0: `[T]`."""
-    sequence = sequence_of_rows(values, cu_seqlens)
-    return values.new_zeros(len(cu_seqlens) - 1).scatter_reduce(0, sequence, values, "amax")[sequence]

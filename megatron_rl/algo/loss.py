@@ -238,14 +238,14 @@ def _without_unknown(
     return rows, None if proximal is None else own.where(unknown, proximal), behavior.masked_fill(unknown, nan)
 
 
-def value_clip(
-    values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, *, clip: float
-) -> tuple[Tensor, Sums]:
+def value_clip(values: Tensor, rows: TensorDict, *, clip: float) -> tuple[Tensor, Sums]:
     """Return the sum of max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2: PPO's clipped value loss.
 
-    A value that has moved more than `clip` since the step began gets no gradient to move further. clip = 0 disables the
-    bound. The sums of R, R^2, R - v and (R - v)^2 can be added over ranks, and then give the explained variance.
+    rows: the `returns` R, and the `values` from before the step's first update. A value that has moved more than `clip`
+    since then gets no gradient to move further. clip = 0 disables the bound. The sums of R, R^2, R - v and (R - v)^2
+    can be added over ranks, and then give the explained variance.
     """
+    old_values, returns, loss_mask = rows["values"], rows["returns"], rows["labels"] >= 0
     errors = (returns - values).masked_fill(~loss_mask, 0.0)
     loss = errors.square()
     sums: Sums = {}
@@ -269,14 +269,3 @@ def explained_variance(sums: Mapping[str, float], count: float) -> float:
     variance = sums["squared_returns"] / count - (sums["returns"] / count) ** 2  # E[R^2] - E[R]^2
     residual = sums["squared_errors"] / count - (sums["errors"] / count) ** 2
     return 1.0 - residual / variance if variance > 1e-12 else 0.0
-
-
-@dataclass(frozen=True)
-class ValueClipLoss:
-    """The critic's loss as a ValueLoss function: `ValueLoss(ValueClipLoss(clip=0.2))`."""
-
-    clip: float
-
-    def __call__(self, values: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
-        """Return `value_clip` of the rows. rows: `returns`, and `values` from before the step's first update."""
-        return value_clip(values, rows["values"], rows["returns"], rows["labels"] >= 0, clip=self.clip)

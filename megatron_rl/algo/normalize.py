@@ -15,9 +15,11 @@ EPS = 1e-6
 """Added to standard deviations. A deviation below this share of the largest value is rounding error and counts as 0."""
 
 
-def group_numbers(group: Tensor) -> Tensor:
-    """Return each entry's group, numbered from 0 without gaps, `[K]` int64."""
-    numbers: Tensor = torch.unique(group, return_inverse=True)[1]
+def group_numbers(*columns: Tensor) -> Tensor:
+    """Return each entry's group, numbered from 0 without gaps, `[K]` int64. In a group, all columns are equal."""
+    if not len(columns[0]):
+        return torch.zeros(0, dtype=torch.int64)
+    numbers: Tensor = torch.unique(torch.stack(columns, dim=1), dim=0, return_inverse=True)[1]
     return numbers
 
 

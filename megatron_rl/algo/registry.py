@@ -124,6 +124,8 @@ class PairLoss:
     """`policy`: computed from log-probabilities. `value`: computed from scores; the model becomes a reward model."""
     needs_reference: bool = False
     """Whether the loss compares the model with its state before the first update."""
+    rules: Rules = field(default_factory=dict)
+    """Validation rules for preference.loss_args."""
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -190,7 +192,8 @@ def torch_loss(
 
 
 def pair_loss(
-    name: str = "", *, head: str = "policy", needs_reference: bool = False
+    name: str = "", *, head: str = "policy", needs_reference: bool = False, rules: Rules | None = None
 ) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
     """Turn a function into a pair loss. A name registers it in the catalogue."""
-    return _entering(PAIR_LOSSES, "pair_loss", name, partial(PairLoss, head=head, needs_reference=needs_reference))
+    make = partial(PairLoss, head=head, needs_reference=needs_reference, rules=rules or {})
+    return _entering(PAIR_LOSSES, "pair_loss", name, make)

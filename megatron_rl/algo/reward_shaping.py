@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.control import KLController
 from megatron_rl.algo.normalize import group_numbers, mean_of, shares_of
 from megatron_rl.algo.turns import turns_of
 from megatron_rl.config import AlgorithmConfig, RewardShapingConfig
@@ -48,6 +47,30 @@ class RunningMoments:
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
+class KLController:
+    """Weight of the KL penalty in the reward: fixed, or adapted to a target KL (Ziegler, arXiv 1909.08593)."""
+
+    def __init__(self, options: AlgorithmConfig) -> None:
+        self.options, self.coefficient = options, options.kl_coefficient
+
+    def update(self, kl: float, trajectories: int) -> None:
+        """Multiply the coefficient by 1 + clip(kl / target - 1, -0.2, 0.2) min(trajectories / horizon, 1).
+
+        kl: mean per trained token. Without the min, a step longer than the horizon could make the coefficient negative.
+        """
+        if self.options.kl_target > 0:
+            # one outlier step changes the coefficient by at most a fifth
+            error = min(max(kl / self.options.kl_target - 1.0, -0.2), 0.2)
+            self.coefficient *= 1.0 + error * min(trajectories / self.options.kl_horizon, 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.options.kl_target > 0:  # a fixed coefficient always comes from the config, also after a resume
+            self.coefficient = state["coefficient"]
+
+
 class RewardShaper:
     """Computes `scores` `[B]` and `token_rewards` `[N]`, and keeps the state of the adaptive shaping steps.
 
@@ -75,7 +98,10 @@ class RewardShaper:
         by_token = token_rewards(batch)
         raw = batch.sums_of_tokens(by_token) if "rewards" in batch.tokens else batch["rewards"].double()
         longest, total = self._lengths(batch)
-        scores = self._shaped(raw, batch, longest, total)
+        scores = self._by_length(raw, longest, total)
+        if self.options.running != "none":
+            self.moments.add(means_of_fresh(batch, scores))  # this batch is included in its own scaling
+        scores = self._scaled(scores)
         if "greedy_reward" in batch:
             batch.sequences["greedy_score"] = self._of_greedy(batch)
         if TURN_REWARDS in batch.tokens:
@@ -100,14 +126,6 @@ class RewardShaper:
         total = batch.sums_of_tokens(written_tokens(batch).long())
         return longest_replies(batch), total
 
-    def _shaped(self, raw: Tensor, batch: TrajectoryBatch, longest: Tensor, total: Tensor) -> Tensor:
-        scores = raw
-        if self._is_by_length:
-            scores = self._by_length(raw, longest, total)
-        if self.options.running != "none":
-            self.moments.add(means_of_fresh(batch, scores))  # this batch is included in its own scaling
-        return self._scaled(scores)
-
     @property
     def _is_by_length(self) -> bool:
         options = self.options
@@ -127,28 +145,24 @@ class RewardShaper:
             )
         return self._scaled(self._by_length(scores, batch["greedy_tokens"], batch["greedy_tokens"]))
 
-    def _by_length(self, scores: Tensor, longest: Tensor, total: Tensor) -> Tensor:
-        """Apply the options that depend on lengths.
+    def _by_length(self, rewards: Tensor, longest: Tensor, total: Tensor, *, with_penalty: bool = True) -> Tensor:
+        """Apply the options that depend on lengths to rewards `[K]`.
 
-        longest: `[B]` tokens of each trajectory's longest reply. total: `[B]` tokens of all its replies.
+        longest: `[K]` tokens of the trajectory's longest reply. total: `[K]` tokens of all its replies.
         """
         options = self.options
         if options.cut_off_share < 1:
-            scores = torch.where(longest >= self.longest_reply, options.cut_off_share * scores, scores)
-        if options.overlong_buffer > 0:
+            rewards = torch.where(longest >= self.longest_reply, options.cut_off_share * rewards, rewards)
+        if options.overlong_buffer > 0 and with_penalty:
             # DAPO's penalty (arXiv 2503.14476): 0 before the buffer, whole at the longest reply, linear in between.
             over = (longest - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer
-            scores = scores - options.overlong_penalty * over.double().clamp(0.0, 1.0)
-        return scores / total.clamp_min(1) if options.per_token else scores
+            rewards = rewards - options.overlong_penalty * over.double().clamp(0.0, 1.0)
+        return rewards / total.clamp_min(1) if options.per_token else rewards
 
     def _times(self, rewards: Tensor, longest: Tensor, total: Tensor) -> Tensor:
-        """Apply the shaping's factors to rewards `[K]`, given the lengths `[K]` of their trajectories."""
-        options = self.options
-        if options.cut_off_share < 1:
-            rewards = torch.where(longest >= self.longest_reply, options.cut_off_share * rewards, rewards)
-        if options.per_token:
-            rewards = rewards / total.clamp_min(1)
-        return rewards / self.moments.std if options.running != "none" and self.moments.std > 0 else rewards
+        """Multiply rewards `[K]` by the shaping's factors, without what it adds. The lengths are as in `_by_length`."""
+        rewards = self._by_length(rewards, longest, total, with_penalty=False)
+        return rewards / self.moments.std if self.options.running != "none" and self.moments.std > 0 else rewards
 
     def _scaled(self, scores: Tensor) -> Tensor:
         options = self.options

@@ -22,18 +22,15 @@ def high_entropy(batch: TrajectoryBatch, *, share: float, level: str) -> Tensor:
     updates.
     Source: arXiv 2506.01939
     """
-    trained = batch["loss_mask"].nonzero()[:, 0]
-    kept = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
     if level == "batch":
-        most = int(_share_of(share, batch.total(torch.tensor(len(trained)))))
-        falling = 2**32 - 1 - _rising_keys(batch["entropies"][trained])
-        kept[trained] = _first_that_fit(falling, torch.zeros_like(trained), batch, trained, lambda n, _: n <= most)
-        return kept
+        return _highest(batch["entropies"], share, batch)
+    trained = batch["loss_mask"].nonzero()[:, 0]
     sequence = batch.sequence_ids[trained]
     by_entropy = batch["entropies"][trained].argsort(descending=True, stable=True)
     order = by_entropy[sequence[by_entropy].argsort(stable=True)]  # within each sequence, the highest first
     count = torch.bincount(sequence)
     rank = torch.arange(len(order)) - (count.cumsum(0) - count)[sequence[order]]  # rank within the sequence
+    kept = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
     kept[trained[order[rank < _share_of(share, count)[sequence[order]]]]] = True
     return kept
 
@@ -66,12 +63,7 @@ def highest_covariance(batch: TrajectoryBatch, *, share: float = 2e-3, **_: floa
 
     Source: arXiv 2505.22617, KL-Cov
     """
-    trained = batch["loss_mask"].nonzero()[:, 0]
-    most = int(_share_of(share, batch.total(torch.tensor(len(trained)))))
-    falling = 2**32 - 1 - _rising_keys(covariances(batch)[trained])
-    chosen = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
-    chosen[trained] = _first_that_fit(falling, torch.zeros_like(trained), batch, trained, lambda n, _: n <= most)
-    return chosen
+    return _highest(covariances(batch), share, batch)
 
 
 def but_covariant(batch: TrajectoryBatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
@@ -122,10 +114,19 @@ def _drawn_keys(batch: TrajectoryBatch, places: Tensor) -> Tensor:
     return keys
 
 
-def _rising_keys(values: Tensor) -> Tensor:
-    """Map float32 `[n]` to int64 keys `[n]` from 0 to 2^32 - 1 in the same order. NaN is the largest."""
-    bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0 turns -0 into 0
-    return torch.where(bits < 0, ~bits & 0x7FFFFFFF, bits | 0x80000000)
+def _highest(values: Tensor, share: float, batch: TrajectoryBatch) -> Tensor:
+    """Choose the `share` of the step's trained tokens with the highest float32 values: `[N]` bool. NaN is the highest.
+
+    Ties go to the earlier token. Collective: every rank calls it.
+    """
+    trained = batch["loss_mask"].nonzero()[:, 0]
+    most = int(_share_of(share, batch.total(torch.tensor(len(trained)))))
+    bits = (values[trained].float() + 0.0).view(torch.int32).long()  # + 0.0 turns -0 into 0
+    rising = torch.where(bits < 0, ~bits & 0x7FFFFFFF, bits | 0x80000000)  # from 0 to 2^32 - 1, in the values' order
+    fitting = _first_that_fit(2**32 - 1 - rising, torch.zeros_like(rising), batch, trained, lambda n, _: n <= most)
+    chosen = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
+    chosen[trained] = fitting
+    return chosen
 
 
 def _first_that_fit(

@@ -14,6 +14,7 @@ from math import inf, log, log1p
 import torch
 from torch import Tensor
 
+from megatron_rl.algo.aggregation import sequence_of_rows, sums_by_sequence
 from megatron_rl.algo.registry import SHARE, above_0, torch_loss
 from megatron_rl.algo.selection import highest_covariance
 from megatron_rl.config import AlgorithmConfig
@@ -152,13 +153,7 @@ def kl_cov(rows: LossRows, options: AlgorithmConfig, *, share: float = 2e-3, wei
 
 def sum_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return for each row the sum over its sequence's rows, `[T]`. Values must be 0 in untrained rows."""
-    sequence = sequence_of_rows(values, cu_seqlens)
-    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, values)[sequence]
-
-
-def sequence_of_rows(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the index of the sequence that contains each row, `[T]` int64."""
-    return torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:], right=True)
+    return sums_by_sequence(values, cu_seqlens)[sequence_of_rows(values, cu_seqlens)]
 
 
 def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:

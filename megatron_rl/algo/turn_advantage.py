@@ -37,8 +37,8 @@ def turn_norm(batch: TrajectoryBatch, *, discount: float = 1.0, std: bool = True
     Source: arXiv 2511.14846; by agent arXiv 2510.11062
     """
     turns = Turns.of(batch, discount=discount)
-    cell = cells(by_agent(batch)[turns.trajectory], turns.number)
-    shares = shares_of(cells(batch.samples[turns.trajectory], cell))
+    cell = group_numbers(by_agent(batch)[turns.trajectory], turns.number)
+    shares = shares_of(group_numbers(batch.samples[turns.trajectory], cell))
     scale = "group" if std else "none"
     return turns.spread(normalize(turns.returns, cell, mean="group", std=scale, shares=shares), batch)
 
@@ -64,7 +64,7 @@ def gigpo(
     turns, members = Turns.of(batch, discount=discount, anchor=anchor), by_agent(batch)
     scale = "group" if std else "none"
     episodes = normalize(batch["scores"], members, mean="group", std=scale, shares=shares_by_agent(batch))
-    state = cells(members[turns.trajectory], *turns.state)
+    state = group_numbers(members[turns.trajectory], *turns.state)
     steps = normalize(turns.returns, state, mean="group", std=scale)
     return batch.spread(episodes) + weight * turns.spread(steps, batch)
 
@@ -90,20 +90,12 @@ def by_agent(batch: TrajectoryBatch) -> Tensor:
     """Number each trajectory's group, or each pair of group and agent if trajectories name one: `[B]` int64."""
     if "agent" not in batch.sequences:
         return group_numbers(batch["group"])
-    return cells(batch["group"], group_numbers(batch["agent"]))
+    return group_numbers(batch["group"], group_numbers(batch["agent"]))
 
 
 def shares_by_agent(batch: TrajectoryBatch) -> Tensor:
     """Return 1 / the number of trajectories with the same sample and agent, `[B]` float64."""
-    return shares_of(cells(batch.samples, by_agent(batch)))
-
-
-def cells(*columns: Tensor) -> Tensor:
-    """Return an id for each row of the columns `[K]`, from 0 without gaps: `[K]` int64. Equal rows share an id."""
-    if not len(columns[0]):
-        return torch.zeros(0, dtype=torch.int64)
-    numbers: Tensor = torch.unique(torch.stack(columns, dim=1), dim=0, return_inverse=True)[1]
-    return numbers
+    return shares_of(group_numbers(batch.samples, by_agent(batch)))
 
 
 @dataclass(frozen=True)
