@@ -8,7 +8,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl import platform
 from megatron_rl.config import ParallelConfig
+from megatron_rl.platform import cpu
 
 
 @dataclass(frozen=True)
@@ -148,8 +149,16 @@ def start(
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         if "WORLD_SIZE" in os.environ:
-            with _port_in_use_is_named():
+            try:
                 dist.init_process_group(platform.backend(), timeout=timeout, **_place_in_world(timeout))
+            except dist.DistNetworkError as error:
+                if "EADDRINUSE" not in str(error):
+                    raise
+                host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+                raise RuntimeError(
+                    f"MASTER_PORT = {port}: another process on {host} listens there, and rank 0 must. Submit the job "
+                    f"again, as another job has another port; with torchrun, set --master-port."
+                ) from error
         else:
             alone = dist.HashStore()  # an in-process store opens no port
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
@@ -187,7 +196,8 @@ def start(
         upstream_state={name: value for name, value in vars(parallel_state).items() if name.strip("_").isupper()},
     )
     assert groups.rank in groups.replicas[groups.data.rank], "megatron.core orders ranks in another way"
-    platform.let_gloo_listeners_wait()
+    if not platform.has_cuda():
+        cpu.let_gloo_listeners_wait()  # after the groups exist, because their threads must be running
     return groups
 
 
@@ -317,21 +327,6 @@ def _place_in_world(timeout: timedelta) -> dict[str, Any]:
         host, port, size, is_master=rank == 0, timeout=timeout, multi_tenant=True, master_listen_fd=listener
     )
     return {"store": store, "rank": rank, "world_size": size}
-
-
-@contextlib.contextmanager
-def _port_in_use_is_named() -> Iterator[None]:
-    """Raise RuntimeError in place of torch's error about a port that another process uses."""
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        raise RuntimeError(
-            f"MASTER_PORT = {port}: another process on {host} listens there, and rank 0 must. Submit the job again, as "
-            f"another job has another port; with torchrun, set --master-port."
-        ) from error
 
 
 def _control_group(timeout: timedelta) -> dist.ProcessGroup:

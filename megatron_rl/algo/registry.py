@@ -153,47 +153,25 @@ def _entering(
     return decorate
 
 
-def estimator(
-    name: str = "",
-    *,
-    mean: str = "none",
-    std: str = "none",
-    compares_group: bool = False,
-    needs: tuple[str, ...] = (),
-    rules: Rules | None = None,
-) -> Callable[[Callable[..., Tensor]], Estimator]:
-    """Turn a function into an estimator. A name registers it in the catalogue."""
-    make = partial(Estimator, mean=mean, std=std, compares_group=compares_group, needs=needs, rules=rules or {})
-    return _entering(ESTIMATORS, "estimator", name, make)
+def estimator(name: str = "", **fields: Any) -> Callable[[Callable[..., Tensor]], Estimator]:
+    """Turn a function into an estimator. A name registers it in the catalogue. fields: those of `Estimator`."""
+    return _entering(ESTIMATORS, "estimator", name, partial(Estimator, **fields))
 
 
-def fused_loss(
-    name: str = "", *, select: Callable[..., Tensor] | None = None, rules: Rules | None = None
-) -> Callable[[Callable[..., PpoOptions]], FusedLoss]:
-    """Turn a function into a fused loss. A name registers it in the catalogue."""
-    return _entering(LOSSES, "loss", name, partial(FusedLoss, select=select, rules=rules or {}))
+def fused_loss(name: str = "", **fields: Any) -> Callable[[Callable[..., PpoOptions]], FusedLoss]:
+    """Turn a function into a fused loss. A name registers it in the catalogue. fields: those of `FusedLoss`."""
+    return _entering(LOSSES, "loss", name, partial(FusedLoss, **fields))
 
 
-def torch_loss(
-    name: str = "",
-    *,
-    by_sequence: bool = False,
-    select: Callable[..., Tensor] | None = None,
-    mark: Callable[..., Tensor] | None = None,
-    rules: Rules | None = None,
-) -> Callable[[Callable[..., Tensor]], TorchLoss]:
+def torch_loss(name: str = "", **fields: Any) -> Callable[[Callable[..., Tensor]], TorchLoss]:
     """Turn a function into a loss in plain torch. A name registers it in the catalogue.
 
     Only configs of this process know the name. Other processes, such as those started by `megatron-rl launch`, need an
-    import path: algo.loss=my_module:mine.
+    import path: algo.loss=my_module:mine. fields: those of `TorchLoss`.
     """
-    make = partial(TorchLoss, by_sequence=by_sequence, select=select, mark=mark, rules=rules or {})
-    return _entering(LOSSES, "loss", name, make)
+    return _entering(LOSSES, "loss", name, partial(TorchLoss, **fields))
 
 
-def pair_loss(
-    name: str = "", *, head: str = "policy", needs_reference: bool = False, rules: Rules | None = None
-) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
-    """Turn a function into a pair loss. A name registers it in the catalogue."""
-    make = partial(PairLoss, head=head, needs_reference=needs_reference, rules=rules or {})
-    return _entering(PAIR_LOSSES, "pair_loss", name, make)
+def pair_loss(name: str = "", **fields: Any) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
+    """Turn a function into a pair loss. A name registers it in the catalogue. fields: those of `PairLoss`."""
+    return _entering(PAIR_LOSSES, "pair_loss", name, partial(PairLoss, **fields))

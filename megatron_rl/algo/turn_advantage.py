@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.algo.normalize import group_numbers, normalize, shares_of
 from megatron_rl.algo.registry import estimator
 from megatron_rl.algo.reward_shaping import written_tokens
-from megatron_rl.algo.turns import first_of_turn, turns_of
+from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.ops import packed_discounted_returns
 from megatron_rl.types import TrajectoryBatch, prefix_sums
 
@@ -40,7 +40,8 @@ def turn_norm(batch: TrajectoryBatch, *, discount: float = 1.0, std: bool = True
     cell = group_numbers(by_agent(batch)[turns.trajectory], turns.number)
     shares = shares_of(group_numbers(batch.samples[turns.trajectory], cell))
     scale = "group" if std else "none"
-    return turns.spread(normalize(turns.returns, cell, mean="group", std=scale, shares=shares), batch)
+    values = normalize(turns.returns, cell, mean="group", std=scale, shares=shares)
+    return spread_over_turns(values, turns.place)
 
 
 @estimator("gigpo", compares_group=True, rules=DISCOUNT | STD | GIGPO)
@@ -66,7 +67,7 @@ def gigpo(
     episodes = normalize(batch["scores"], members, mean="group", std=scale, shares=shares_by_agent(batch))
     state = group_numbers(members[turns.trajectory], *turns.state)
     steps = normalize(turns.returns, state, mean="group", std=scale)
-    return batch.spread(episodes) + weight * turns.spread(steps, batch)
+    return batch.spread(episodes) + weight * spread_over_turns(steps, turns.place)
 
 
 @estimator("agent_norm", compares_group=True, rules=STD)
@@ -111,7 +112,7 @@ class Turns:
     For example:
 
         turns = Turns.of(batch, discount=0.9)
-        turns.spread(turns.returns, batch)  # each token's return
+        spread_over_turns(turns.returns, turns.place)  # each token's return
     """
 
     trajectory: Tensor
@@ -153,13 +154,6 @@ class Turns:
         all_of_them = torch.ones(len(earned), dtype=torch.bool)
         returns = packed_discounted_returns(earned, all_of_them, ends, discount=discount)
         return cls(own, table[0], returns, (table[2], table[3]), place)
-
-    def spread(self, values: Tensor, batch: TrajectoryBatch) -> Tensor:
-        """Give each trained token on this rank its turn's value, `[S]` -> `[N]`; 0 for other tokens."""
-        result = values.new_zeros(len(batch["loss_mask"]))
-        trained = self.place >= 0
-        result[trained] = values[self.place[trained]]
-        return result
 
 
 def states(batch: TrajectoryBatch, written: Tensor, anchor: str) -> Tensor:

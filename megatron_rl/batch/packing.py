@@ -67,7 +67,7 @@ def to_microbatch(
     chosen = torch.tensor(indices, dtype=torch.int64)
     chosen = chosen[batch.lengths[chosen] > 0]
     if len(chosen) == 0:
-        return _idle_microbatch(batch)
+        return to_microbatch(_untrained_token(batch), [0])
     picked = batch.lengths[chosen]
     cu_seqlens = prefix_sums(picked)
     offsets = torch.repeat_interleave(batch.cu_seqlens[:-1][chosen] - cu_seqlens[:-1], picked)
@@ -369,24 +369,12 @@ def _described_token(values: Tensor, source: Tensor, key: str) -> Tensor:
     return values[source.clamp_min(0)].masked_fill(missing, nothing)
 
 
-def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
-    found, nothing = batch.tokens.get(routes.COLUMN), torch.tensor([-1])
-    # Same columns as in other microbatches: every rank's loss must find them and return the same statistics.
-    columns = {key: value for key, value in batch.tokens.items() if key != routes.COLUMN}
-    rows = {key: _described_token(value.new_zeros(1, *value.shape[1:]), nothing, key) for key, value in columns.items()}
-    rows["input_ids"] = rows["input_ids"].long()
-    rows["labels"] = torch.full((1,), -100)
-    rows["cu_seqlens"] = torch.tensor([0, 1], dtype=torch.int32)
-    rows |= {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.sequences.items()}
-    return MicroBatch(
-        rows=TensorDict(rows),
-        positions=torch.zeros(1, dtype=torch.int64),
-        source=torch.full((1,), -1),
-        computed=torch.zeros(1, dtype=torch.int64),
-        read=torch.zeros(1, dtype=torch.int64),
-        segments=torch.tensor([[0, 1, -1, 0]]),
-        routes=None if found is None else found.new_full((1, *found.shape[1:]), routes.NO_ROUTE),
-    )
+def _untrained_token(batch: TrajectoryBatch) -> TrajectoryBatch:
+    """Return one untrained token, with the columns of `batch`: every rank's loss must return the same statistics."""
+    fill = {routes.COLUMN: routes.NO_ROUTE}
+    tokens = {key: value.new_full((1, *value.shape[1:]), fill.get(key, 0)) for key, value in batch.tokens.items()}
+    sequences = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.sequences.items()}
+    return TrajectoryBatch(tokens, sequences, torch.tensor([0, 1]))
 
 
 def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count: int) -> Tensor:

@@ -40,10 +40,15 @@ class SharePlan:
         return replace(self, groups=groups, owner=owner)
 
     def select(self, order: Tensor) -> SharePlan:
-        columns: dict[str, Any] = {name: getattr(self, name) for name in ("lengths", "update", "owner", "group")}
-        chosen = {name: column[order] for name, column in columns.items()}
         begin = None if self.begin is None else packing.selected_beginnings(self.begin, self.group, order)
-        return replace(self, **chosen, begin=begin)
+        return replace(
+            self,
+            lengths=self.lengths[order],
+            update=self.update[order],
+            owner=self.owner[order],
+            group=self.group[order],
+            begin=begin,
+        )
 
     @property
     def leaders(self) -> Tensor:

@@ -99,22 +99,13 @@ def scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mul(gradient, by.to(gradient.dtype), out=out)
 
 
-def valid_columns(weight: Tensor, shard: VocabShard) -> int:
-    """Return the number of this rank's columns without padding."""
-    return max(0, min(len(weight), shard.stop - shard.start))
-
-
-def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[float, None, int, int]:
-    """Return the log-prob operators' last arguments: temperature, None for per-row ones, first column, column count."""
-    return temperature, None, shard.start, valid_columns(weight, shard)
-
-
 def logits_results(
     logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple, with_entropy: bool = True,
     support: Supports | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return (log-probs, entropy, peak, log-sum) without autograd. Entropy is NaN unless with_entropy.
 
+    rest: the operators' last arguments: temperature, None for temperatures of rows, first column, number of columns.
     support: rows that have one are over its tokens alone.
     """
     outside = labels_outside(labels, support)
@@ -157,6 +148,8 @@ def add_gradients(
     columns. changed: what has changed the given logits.
     """
     narrow, count, known = None, len(hidden), logits is not None
+    shard = None if support is None else support[1]
+    columns = len(weight) if shard is None else shard.without_padding(len(weight))
     changes = support is not None and support[0].adjustment is not None
     if (hidden.is_cuda or changes) and weight.dtype != accumulator(weight.dtype):
         chunk = count if known else rows_per_chunk or rows_of_gradient(len(weight))
@@ -171,12 +164,13 @@ def add_gradients(
             logits = logits if known else product(hidden[some], weight, logits)
             assert logits is not None
             own = logits[: some.stop - begin]  # no longer needed, so overwritten below
-            if support is not None and not known:
-                own, changed = changed_columns(own, support[0][some], support[1], valid_columns(weight, support[1]))
+            chosen = None if support is None else support[0][some]
+            if chosen is not None and not known:
+                own, changed = changed_columns(own, chosen, shard, columns)
             into = own if narrow is None else narrow[begin - start : some.stop - start]
             (labels, *given), more = form(some, own)
-            cut = None if support is None else SupportColumns(own, support[0][some], support[1], given[-1])
-            outside = labels if support is None else labels_outside(labels, support[0][some])
+            cut = None if chosen is None else SupportColumns(own, chosen, shard, columns)
+            outside = labels_outside(labels, chosen)
             if narrow is None:
                 overwrite_with_gradient(own, outside, *given)
             else:
@@ -207,7 +201,7 @@ class HeadLogprobs(torch.autograd.Function):
         temperature: float, rows_per_chunk: int | None, with_entropy: bool, support: Supports | None,
         product: Product,
     ):  # fmt: skip
-        rest, parts = columns_of(weight, shard, temperature), []
+        rest, parts = (temperature, None, shard.start, shard.without_padding(len(weight))), []
         chunk = rows_per_chunk or rows_of_chunk(len(weight))
         logits = None
         for start in range(0, max(len(hidden), 1), max(chunk, 1)):  # one empty chunk if there are no rows
@@ -260,7 +254,7 @@ class HeadLoss(torch.autograd.Function):
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, slopes: Slopes,
         shard: VocabShard, temperature: float, rows_per_chunk: int | None, support: Supports | None, product: Product,
     ):  # fmt: skip
-        rest, totals = columns_of(weight, shard, temperature), []
+        rest, totals = (temperature, None, shard.start, shard.without_padding(len(weight))), []
         grad_hidden, ctx.is_frozen = torch.empty_like(hidden), main_grad is None and not ctx.needs_input_grad[1]
         total = None if ctx.is_frozen else WeightGradient(weight, main_grad)
 

@@ -163,15 +163,14 @@ def ppo_loss(
     ):
         if is_needed and tensor is None:
             raise ValueError(f"{name} is missing: {options} needs it.")
-    rows = {
+    constants = {
         "proximal_logprobs": proximal_logprobs,
         "behavior_logprobs": behavior_logprobs,
         "advantages": advantages,
         "ref_logprobs": ref_logprobs,
-        "entropy": entropy,
         "row_weights": row_weights,
     }
-    for name, tensor in rows.items():
+    for name, tensor in (constants | {"entropy": entropy}).items():
         if tensor is not None and (tensor.shape != logprobs.shape or tensor.dtype != logprobs.dtype):
             raise ValueError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}: it must be as logprobs, {logprobs.dtype} "
@@ -183,14 +182,16 @@ def ppo_loss(
         )
     if entropy is not None and options.entropy_coefficient == 0:
         entropy = entropy.detach()  # only used for a statistic: its zero gradient would cost a pass over the logits
+    given = {name: None if row is None else row.detach().contiguous() for name, row in constants.items()}
     loss, sums, _, _ = ops.ppo_loss(
         logprobs.contiguous(),
-        *(None if t is None else t.detach().contiguous() for t in (proximal_logprobs, behavior_logprobs)),
-        advantages.detach().contiguous(),
+        given["proximal_logprobs"],
+        given["behavior_logprobs"],
+        given["advantages"],
         mask.contiguous(),
-        None if ref_logprobs is None else ref_logprobs.detach().contiguous(),
+        given["ref_logprobs"],
         None if entropy is None else entropy.contiguous(),
-        None if row_weights is None else row_weights.detach().contiguous(),
+        given["row_weights"],
         cu_seqlens if options.by_sequence else None,
         options.packed(1.0 if normalizer is None else 1.0 / normalizer),
     )

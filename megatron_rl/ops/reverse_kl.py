@@ -134,7 +134,7 @@ class ReverseKL:
 
         logits: `[c, V_local]`, including padding; not modified. Collective over the tensor-parallel ranks.
         """
-        columns = max(0, min(logits.shape[1], self.shard.stop - self.shard.start))
+        columns = self.shard.without_padding(logits.shape[1])
         own = logits[:, :columns].to(accumulator(logits.dtype), copy=True)
         own, gradient = normalised_(own, self.temperature, self.shard), None
         loss = count = own.new_zeros((), dtype=torch.float64)

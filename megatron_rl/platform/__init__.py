@@ -104,15 +104,6 @@ def _is_no_deprecation(record: logging.LogRecord) -> bool:
     return "is deprecated" not in str(record.msg).lower()
 
 
-def let_gloo_listeners_wait() -> None:
-    """Keep gloo's listening threads from preempting others on a machine without CUDA, where gloo does all collectives.
-
-    Call it after groups exist, because their threads must be running.
-    """
-    if not has_cuda():
-        cpu.let_gloo_listeners_wait()
-
-
 def has_cuda() -> bool:
     return torch.cuda.is_available()
 

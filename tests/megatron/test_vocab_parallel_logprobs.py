@@ -25,8 +25,8 @@ def on_rank(bounds):
     start, stop = bounds[dist.get_rank() : dist.get_rank() + 2]
     logits, labels = rows()
     x = logits[:, start:stop].clone().requires_grad_()
-    split = {"vocab_start": start, "vocab_size": 1000, "tp_group": dist.group.WORLD}
-    results = packed_logprobs(x, labels, temperature=0.7, return_entropy=True, **split)
+    shard = VocabShard(start, min(stop, 1000), 1000, dist.group.WORLD)
+    results = packed_logprobs(x, labels, temperature=0.7, return_entropy=True, shard=shard)
     torch.autograd.backward(results, [torch.arange(6.0), torch.ones(6)])
     return [tensor.detach().numpy() for tensor in (*results, x.grad)]
 
