@@ -34,23 +34,21 @@ class Reference(Protocol):
 
 
 class EntropyController:
-    """Weight of the entropy bonus: fixed, or adapted to keep the entropy above a target.
+    """Weight of the entropy bonus: fixed, or adapted to keep the entropy above a target (arXiv 2505.22312).
 
-    Below the target the weight grows by `algo.entropy_step` per step. Above the target it shrinks by as much and is not
-    applied (adaptive entropy control of Skywork-OR1, arXiv 2505.22312).
+    Below the target the weight grows by `algo.entropy_step` per step. Above it, it shrinks as much and is not applied.
     """
 
     def __init__(self, options: AlgorithmConfig) -> None:
         self.options, self.value = options, options.entropy_coefficient
-        self.is_below = True
-        """Whether the last measured entropy was at or below the target."""
+        self.is_below = True  # whether the last measured entropy was at or below the target
 
     @property
     def coefficient(self) -> float:
         return self.value if self.is_below else 0.0
 
     def update(self, entropy: float) -> None:
-        """Adapt the weight. entropy: the step's mean per trained token, in nats."""
+        """Adapt the weight to the step's mean entropy per trained token, in nats."""
         if self.options.entropy_target > 0:
             self.is_below = entropy <= self.options.entropy_target
             step = self.options.entropy_step
@@ -90,7 +88,7 @@ class PolicyActor:
         """Find the estimator and the loss. Raises ValueError if a KL term lacks its reference.
 
         shaper: None leaves the rewards unshaped. advantage_args: replaces algo.advantage_args. teacher_coefficient:
-        weight of the teacher's term in the advantages; 0 without a teacher.
+        weight of the teacher's term in the advantages.
         """
         if options.kl_coefficient > 0 and reference is None:
             raise ValueError(
@@ -112,10 +110,9 @@ class PolicyActor:
 
     @property
     def columns_needed(self) -> list[str]:
-        """Token columns `[N]` that `compute_advantages` needs.
+        """Token columns `[N]` that `compute_advantages` needs, from reference, teacher, and policy before its updates.
 
-        `ref_logprobs` come from the reference, `teacher_logprobs` from the teacher. The others come from the policy
-        before the step's updates: `proximal_logprobs`, `cold_logprobs` (at half the temperature) and `entropies`.
+        `cold_logprobs` are the policy's at half the temperature.
         """
         penalizes = self.options.penalizes_reward
         wanted = {
@@ -160,16 +157,14 @@ class PolicyActor:
     def compute_logprobs(self, shares: list[TrajectoryBatch]) -> None:
         """Set the proximal and reference log-probs that the loss needs. Call this before the first update.
 
-        The first update needs no proximal log-probs. Its proximal policy is the policy being trained, whose forward
-        pass computes them.
+        In the first update, the proximal policy is the policy being trained, whose forward pass computes them.
         """
         for number, share in enumerate(shares):
             is_known = "proximal_logprobs" in share
             if number > 0 and self.correction.proximal == "recompute" and not is_known:
                 share.tokens["proximal_logprobs"] = self.engine.forward(share, temperature=self.temperature)
             if number > 0 and self.correction.proximal == "loglinear":
-                # Age in updates. Versions count steps, and earlier steps are assumed to have had as many updates as
-                # this one.
+                # Versions count steps. Earlier steps are assumed to have had as many updates as this one.
                 age = (self.engine.get_version() - share["versions"]) * len(shares)
                 share.tokens["proximal_share"] = proximal_share(age, updates_done=number)
             if self.reference is not None and self.options.kl_in == "loss":
@@ -179,8 +174,7 @@ class PolicyActor:
         """Apply one optimizer step per share. Collective: every rank calls it with equally many shares.
 
         targets: a teacher's logits term for each share. The policy version rises by one in total if any update was
-        applied, because the policy is published once per step. So a token's age counts publications since it was
-        sampled.
+        applied, because the policy is published once per step.
         """
         options = replace(self.options, entropy_coefficient=self.entropy.coefficient)
         loss, version = PolicyLoss(options, self.correction), self.engine.get_version()
@@ -258,9 +252,8 @@ def has_advantages(share: TrajectoryBatch) -> bool:
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
     """Return the proximal policy's position between the behaviour policy (0) and the trained policy (1), `[N]` float32.
 
-    age: `[N]` updates between the behaviour policy and the proximal policy, which is the policy at the beginning of the
-    step. updates_done: updates of this step before this one, at least 1. The log-probability is assumed to move
-    linearly with the updates (A-3PO, arXiv 2512.06547, equation of alpha).
+    age: `[N]` updates between the behaviour policy and the step's first policy. updates_done: updates of this step so
+    far. The log-probability is assumed to move linearly with the updates (A-3PO, arXiv 2512.06547).
     """
     # positions in updates: behaviour policy -before, proximal policy 0, trained policy updates_done
     before = age.clamp_min(0).float()
@@ -273,10 +266,7 @@ def update_each(
     losses: Sequence[LogprobLoss | ValueLoss],
     weigh: Callable[[TensorDict], Tensor] | None = None,
 ) -> list[StepStats]:
-    """Apply one optimizer step per share, and advance the learning rate schedule after each that was not skipped.
-
-    weigh: computes the weight of the loss; the default is the number of trained tokens.
-    """
+    """Apply one optimizer step per share. weigh: computes the loss's weight; default: the number of trained tokens."""
     engine.train()
     stats = []
     for share, loss in zip(shares, losses, strict=True):

@@ -19,9 +19,7 @@ from megatron_rl.config.users_code import call
 def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> Estimator:
     """Return the estimator called `name`, or the one that an import path `package.module:name` points to.
 
-    import_from: the config's run.import_from. None allows every path; pass it only if the path was already checked
-    against run.import_from.
-
+    import_from: the config's run.import_from. None, for a path that was already checked, allows every path.
     Raises ValueError if there is no such estimator, or if its function does not accept `args` or one of their values.
     """
     entry = _find(name, ESTIMATORS, import_from, key="algo.advantage", kind="estimator")
@@ -81,7 +79,6 @@ def _find(name: str, catalogue: dict[str, Any], import_from: Sequence[str] | Non
 
 
 def _values_given(loss: FusedLoss | TorchLoss) -> int:
-    """Return how many arguments the trainer passes to a loss's function before the user's own."""
     return 1 if isinstance(loss, FusedLoss) else 2
 
 
@@ -115,14 +112,13 @@ def options_of(function: Callable[..., Any], given: int) -> list[str]:
 class Row:
     """One line of the catalogue."""
 
-    key: str
-    """Config key it is used for: algo.advantage, algo.loss or preference.loss."""
+    key: str  # algo.advantage, algo.loss or preference.loss
     name: str
     formula: str
     source: str
     options: tuple[str, ...]
     runs: str
-    """An estimator's default normalisation, a policy loss's implementation, or the model that a pair loss trains."""
+    """Default normalisation of an estimator, implementation of a policy loss, or model that a pair loss trains."""
 
 
 def rows() -> list[Row]:

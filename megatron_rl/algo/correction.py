@@ -17,10 +17,9 @@ from megatron_rl.ops.reference import bounded
 
 
 def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Return each row's bounded weight p(proximal) / p(behaviour), and whether it was out of bounds: `[T]` each.
+    """Return each row's weight p(proximal) / p(behaviour), and whether it was out of bounds: `[T]` each.
 
-    `correction` sets the bounds. An infinite log weight exceeds the upper or the lower bound, according to its sign. A
-    row whose log weight is NaN has weight 0.
+    An infinite log weight is out of bounds. A row whose log weight is NaN has weight 0.
     """
     log_weight, unknown = log_weights(rows)
     if correction.weight == "off":
@@ -44,7 +43,7 @@ def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     """Return which trained rows lose their advantage because they are too far from the behaviour policy: `[T]` bool.
 
     `negative_bound` rejects whole sequences, as in DeepSeek-V3.2 (arXiv 2512.02556): those whose mean distance exceeds
-    the bound and whose advantages have a negative sum. The sum decides, since advantages may differ between tokens.
+    the bound and whose advantages have a negative sum.
     """
     left_out = log_weights(rows)[1]  # rows whose weight is NaN are always rejected
     if correction.negative_bound > 0:
@@ -79,10 +78,7 @@ def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
 
 
 def log_weights(rows: LossRows) -> tuple[Tensor, Tensor]:
-    """Return log p(proximal) - log p(behaviour), with NaN replaced by 0, and a mask of the NaNs: `[T]` each.
-
-    The difference may be infinite.
-    """
+    """Return log p(proximal) - log p(behaviour), with NaN replaced by 0, and a mask of the NaNs: `[T]` each."""
     log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
     unknown = log_weight.isnan()
     return log_weight.masked_fill(unknown, 0.0), unknown

@@ -34,8 +34,7 @@ class RunningMoments:
         values = values.double()
         count, mean = len(values), float(values.mean())
         delta, total = mean - self.mean, self.count + count
-        # Sum of squares about the common mean: both parts' own sums, plus the distance of their means weighted by both
-        # sizes.
+        # Sum of squares about the common mean: both parts' own sums, plus the weighted distance of their means.
         self.squares += float((values - mean).square().sum()) + delta**2 * self.count * count / total
         self.mean += delta * count / total
         self.count = total
@@ -56,10 +55,9 @@ class KLController:
     def update(self, kl: float, trajectories: int) -> None:
         """Multiply the coefficient by 1 + clip(kl / target - 1, -0.2, 0.2) min(trajectories / horizon, 1).
 
-        kl: mean per trained token. Without the min, a step longer than the horizon could make the coefficient negative.
+        kl: mean per trained token. The min keeps the coefficient positive in a step longer than the horizon.
         """
         if self.options.kl_target > 0:
-            # one outlier step changes the coefficient by at most a fifth
             error = min(max(kl / self.options.kl_target - 1.0, -0.2), 0.2)
             self.coefficient *= 1.0 + error * min(trajectories / self.options.kl_horizon, 1.0)
 
@@ -74,8 +72,7 @@ class KLController:
 class RewardShaper:
     """Computes `scores` `[B]` and `token_rewards` `[N]`, and keeps the state of the adaptive shaping steps.
 
-    If the workflow reports a greedy reply's reward, the same shaping turns it into `greedy_score` `[B]`, but without a
-    KL penalty.
+    A greedy reply's reward becomes `greedy_score` `[B]` by the same shaping, without a KL penalty.
 
         shaper = RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens)
         shaper(batch)
@@ -86,8 +83,7 @@ class RewardShaper:
         """Start without history. longest_reply: length in tokens at which the overlong penalty is largest."""
         self.options, self.algo, self.longest_reply = options, algo, longest_reply
         self.moments, self.kl = RunningMoments(), KLController(algo)
-        self.last: dict[str, float] = {}
-        """Metrics of the last batch."""
+        self.last: dict[str, float] = {}  # metrics of the last batch
 
     def __call__(self, batch: TrajectoryBatch) -> None:
         """Shape the rewards of a batch, and update the adaptive state.
@@ -177,7 +173,6 @@ class RewardShaper:
         divergence = KL[self.algo.kl_estimator](batch["proximal_logprobs"].double(), batch["ref_logprobs"].double())
         divergence = divergence.masked_fill(~mask, 0.0)
         count = int(batch.total(mask.sum()))
-        # summed per trajectory, so that all ranks add in one order
         mean = float(batch.sums_of_tokens(divergence).sum()) / max(count, 1)
         return self.kl.coefficient * divergence, mean
 
@@ -197,8 +192,8 @@ def means_of_fresh(batch: TrajectoryBatch, scores: Tensor) -> Tensor:
 def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:
     """Add a reward model's `[B]` scores, times `coefficient`, to the workflow's rewards.
 
-    The column `model_rewards` keeps the scores. If rewards are by token, a score is added on the last trained token,
-    and dropped if there is none. If they are by turn, it is added to the last turn.
+    The column `model_rewards` keeps the scores. If rewards are by token or by turn, a score is added to the last
+    trained token, and dropped if there is none.
     """
     batch.sequences["model_rewards"] = scores
     if TURN_REWARDS in batch.tokens:
@@ -210,11 +205,7 @@ def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) ->
 
 
 def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Return the batch without its greedy replies, i.e. without the trajectories whose `is_greedy` is 1.
-
-    The greedy rewards, including a reward model's scores, become the `greedy_reward` `[B]` of their groups' other
-    trajectories.
-    """
+    """Return the batch without its greedy replies, whose rewards become their groups' `greedy_reward` `[B]`."""
     if "is_greedy" not in batch:
         return batch
     is_greedy = batch["is_greedy"]
@@ -227,10 +218,9 @@ def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def token_rewards(batch: TrajectoryBatch) -> Tensor:
-    """Return the workflow's rewards by token, `[N]` float64.
+    """Return the workflow's rewards by token, `[N]` float64, 0 on untrained tokens.
 
-    Rewards by token are 0 on untrained tokens. A turn's reward stays in its turn. A trajectory's single reward goes
-    on its last trained token.
+    A turn's reward stays in its turn. A trajectory's single reward goes on its last trained token.
     """
     if "rewards" in batch.tokens:
         return batch["rewards"].double().masked_fill(~batch["loss_mask"], 0.0)
@@ -240,10 +230,7 @@ def token_rewards(batch: TrajectoryBatch) -> Tensor:
 
 
 def where_they_arose(values: Tensor, batch: TrajectoryBatch) -> Tensor:
-    """Move each value on an untrained token to the last trained token before it, `[N]` -> `[N]`.
-
-    A value is dropped if its trajectory has no trained token before it.
-    """
+    """Move each value on an untrained token to its trajectory's last trained token before it, or drop it: `[N]`."""
     trained, place = batch["loss_mask"].nonzero()[:, 0], values.nonzero()[:, 0]
     before = torch.searchsorted(trained, place, right=True) - 1  # index among the trained tokens
     has_one = before >= 0
@@ -253,20 +240,16 @@ def where_they_arose(values: Tensor, batch: TrajectoryBatch) -> Tensor:
 
 
 def written_tokens(batch: TrajectoryBatch) -> Tensor:
-    """Return which tokens the model wrote, `[N]` bool.
+    """Return which tokens the model wrote, `[N]` bool: those with a version, and all trained tokens.
 
-    The loss may exclude some of them, because they are too old or are trained in another trajectory. Only sampled
-    tokens have a version. A workflow without versions (from_padded) writes -1 for all tokens, and then trained tokens
-    count as written.
+    The loss may exclude written tokens that are too old or are trained in another trajectory. A workflow without
+    versions (from_padded) writes -1 for all tokens.
     """
     return batch["loss_mask"] | (batch["versions"] >= 0)
 
 
 def longest_replies(batch: TrajectoryBatch) -> Tensor:
-    """Return the tokens of each trajectory's longest reply, `[B]` int64.
-
-    generation.max_new_tokens bounds each reply by itself.
-    """
+    """Return the tokens of each trajectory's longest reply, `[B]` int64."""
     turn, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
     lengths = torch.bincount(turn[turn >= 0], minlength=int(bounds[-1]))  # [turns]
     trajectory = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())

@@ -1,8 +1,7 @@
 """Distributes a step's trajectories to the ranks that train them, sending each token once.
 
 Rollout ranks share the numbers of their trajectories (lengths, rewards, prompts) with all ranks. From these, every rank
-computes the same plan (batch/share_plan.py). Tokens go only to the replica that computes all passes over them. Rows of
-a data set, which every rank has, are distributed by the same plan.
+computes the same plan (batch/share_plan.py), and tokens go only to the replica that computes all passes over them.
 """
 
 from __future__ import annotations
@@ -34,10 +33,8 @@ def share_out(
     """Distribute the step's trajectories, each token to the replica that trains it. Collective: all ranks call it.
 
     own: a rollout rank's trajectories, None on other ranks. The result has the trajectories in rank order, with `group`
-    numbers made unique across rollout ranks.
-
-    `seed` determines how trajectories are shuffled into `updates` optimizer steps. Greedy replies (`is_greedy`) are
-    in no step: they are only scored. With `share_prompts`, groups stay together as far as balanced shares allow.
+    numbers made unique. They are shuffled by `seed` into `updates` optimizer steps. Greedy replies (`is_greedy`) are
+    only scored. With `share_prompts`, groups stay together as far as balanced shares allow.
 
     Raises RuntimeError on all ranks if rollout ranks have different columns.
     """
@@ -128,10 +125,7 @@ def plan_step(
     seed: int,
     begin: Tensor | None = None,
 ) -> SharePlan:
-    """Plan which replica trains which trajectory in which update, without communication.
-
-    sequences: `[B]` columns of the whole step. begin: packing.beginnings, if prefixes are shared.
-    """
+    """Plan which replica trains which trajectory in which update, from the whole step's `[B]` columns."""
     is_trained = sequences["is_greedy"] == 0 if "is_greedy" in sequences else torch.ones(len(lengths), dtype=torch.bool)
     group = sequences["group"]
     update = torch.full((len(lengths),), updates)
@@ -153,10 +147,7 @@ def pack_alike(
     share_prompts: bool = False,
     final_rows: bool = True,
 ) -> list[MicroBatch]:
-    """Pack this rank's share into the same number of microbatches on every rank, a multiple of `multiple_of`.
-
-    The rank that needs the most microbatches determines the number. Collective.
-    """
+    """Pack this rank's share into as many microbatches as the rank that needs most of them. Collective."""
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     least = least_alone(batch, tokens_per_microbatch, multiple_of, allow_longer=allow_longer, **options)
     count = torch.tensor([least])
@@ -167,7 +158,7 @@ def pack_alike(
 def least_alone(
     batch: TrajectoryBatch, tokens_per_microbatch: int, multiple_of: int, *, allow_longer: bool, **options: bool
 ) -> int:
-    """Return the minimum number of microbatches for this rank's share alone. options: as in packing.units."""
+    """Return the minimum number of microbatches for this rank's share. options: as in packing.units."""
     rows = [unit.rows for unit in packing.units(batch, tokens_per_microbatch, **options)]
     return packing.least_microbatches(rows, tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer)
 

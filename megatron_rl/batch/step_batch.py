@@ -18,20 +18,15 @@ from megatron_rl.types import TrajectoryBatch, prefix_sums
 
 @dataclass(frozen=True, kw_only=True)
 class SharePlan:
-    """Which replica trains which trajectory in which update; the same on all ranks. Tensors are `[B]`."""
+    """Which replica trains which trajectory in which update; the same on all ranks. Tensors are `[B]` int64."""
 
     groups: ParallelGroups
     updates: int
-    lengths: Tensor
-    """int64, in tokens."""
-    update: Tensor
-    """int64: the update that each trajectory is trained in, or `updates` if it is only scored."""
-    owner: Tensor
-    """int64: the data-parallel rank of `groups` that computes all passes over each trajectory."""
-    group: Tensor
-    """int64: number of each trajectory's prompt."""
-    begin: Tensor | None = None
-    """packing.beginnings, if families are computed together."""
+    lengths: Tensor  # in tokens
+    update: Tensor  # the update that each trajectory is trained in, or `updates` if it is only scored
+    owner: Tensor  # the data-parallel rank of `groups` that computes all passes over each trajectory
+    group: Tensor  # number of each trajectory's prompt
+    begin: Tensor | None = None  # packing.beginnings, if families are computed together
 
     def in_layout(self, groups: ParallelGroups) -> SharePlan:
         """Return the plan for the ranks of another layout, with the same updates."""
@@ -68,9 +63,8 @@ class StepBatch(TrajectoryBatch):
             engine.train_batch(share, loss)
 
     In `cu_seqlens` a trajectory without tokens on this rank has length 0; `lengths` has the true lengths. Per-token
-    results cover only the tokens on this rank, unless stated otherwise. `sums_of_tokens` is correct on every rank,
-    because replicas exchange their sums. Each sum is taken within one trajectory in token order, so it does not depend
-    on the layout.
+    results cover the tokens on this rank. `sums_of_tokens` covers all trajectories, because replicas exchange their
+    sums. Each sum is taken within one trajectory in token order, so it does not depend on the layout.
     """
 
     plan: SharePlan

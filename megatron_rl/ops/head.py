@@ -20,35 +20,27 @@ CHUNK_BYTES = 1 << 30
 """Maximum size of a chunk's float32 logits."""
 MOST_ROWS = 4096
 PARTS = 4
-"""Number of parts into which a chunk is divided if its gradient is 16-bit. Only one part at a time has float32 logits,
-so chunks can be larger. Fewer chunks mean fewer reads and writes of the weight's gradient."""
+"""A chunk whose gradient is 16-bit is divided into this many parts. Only one of them has float32 logits at a time."""
 TILE_ROWS = 256
-"""Rows per tile of a GPU matrix product, or a multiple of that number. A partial tile takes as long as a whole one."""
+"""Rows per tile of a GPU matrix product. A partial tile takes as long as a whole one."""
 
 
 def rows_of_chunk(columns: int) -> int:
-    """Return how many rows of `[rows, V_local]` float32 logits are held at a time. columns: V_local, including padding.
-
-    The number is rounded down to whole tiles if it exceeds one tile.
-    """
+    """Return the rows of a chunk with float32 logits `[rows, columns]`, whole tiles if possible."""
     rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
     return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
 
 
 def rows_of_gradient(columns: int) -> int:
-    """Return how many rows of a 16-bit gradient of the logits are held at a time.
+    """Return the rows of a chunk whose gradient is 16-bit.
 
-    A chunk's gradient and one part's float32 logits (see PARTS) together take no more memory than `rows_of_chunk` rows
-    of float32 logits and their float32 gradient.
+    The gradient and one part's float32 logits take no more memory than `rows_of_chunk` rows of float32 logits.
     """
     return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `hidden @ weight.T`. On CUDA, 16-bit operands give float32 results, because the sums are float32 too.
-
-    out: buffer with at least as many rows, such as a previous chunk's logits that are no longer needed.
-    """
+    """Compute `hidden @ weight.T`, on CUDA in float32. out: a buffer with at least as many rows."""
     out = None if out is None else out[: len(hidden)]
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
@@ -58,7 +50,7 @@ def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Te
 class WeightGradient:
     """Sum over chunks of `grad_logits.T @ hidden`, in the accumulator dtype, because sums in bfloat16 would drift.
 
-    main_grad: if given, the sum is added to it instead of going through autograd, as Megatron's layers do.
+    main_grad: tensor to which the sum is added, as in Megatron's layers. None: autograd gets the sum.
     """
 
     def __init__(self, weight: Tensor, main_grad: Tensor | None) -> None:
@@ -89,7 +81,7 @@ class WeightGradient:
 
 
 def placeholder(weight: Tensor) -> Tensor:
-    """Return an uninitialized gradient, for which Megatron's autograd hooks wait. The real one is in main_grad."""
+    """Return an uninitialized gradient for Megatron's autograd hooks. The real one is in main_grad."""
     return torch.empty_like(weight)
 
 
@@ -141,11 +133,9 @@ def add_gradients(
 ) -> None:  # fmt: skip
     """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
 
-    The logits' gradient overwrites the logits. If the logits' dtype is wider than the weight's, it goes into a buffer
-    of the weight's dtype instead, so that products have 16-bit operands.
-
-    logits: if given, the logits of all rows, which then form one chunk. support: the rows' supports, and this rank's
-    columns. changed: what has changed the given logits.
+    The logits' gradient overwrites the logits. If the logits are wider than the weight, it goes into a buffer of the
+    weight's dtype, so that products have 16-bit operands. logits: the logits of all rows, if known; they are then one
+    chunk, and `changed` says what has changed them.
     """
     narrow, count, known = None, len(hidden), logits is not None
     shard = None if support is None else support[1]
@@ -192,7 +182,7 @@ def add_gradients(
 class HeadLogprobs(torch.autograd.Function):
     """Log-probability and entropy of the rows of `hidden @ weight.T`. Every row must have a label.
 
-    A single chunk keeps its logits for backward. If there are several chunks, backward recomputes their logits.
+    If there is only one chunk, backward uses its logits. Otherwise it recomputes them.
     """
 
     @staticmethod
@@ -243,11 +233,7 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 class HeadLoss(torch.autograd.Function):
-    """A loss on rows of `hidden @ weight.T`, all with a label. The forward pass also computes the gradient.
-
-    Each chunk takes three matrix products: one for the logits, and one each for the gradients of hidden and weight. A
-    frozen weight gets no gradient.
-    """
+    """A loss on rows of `hidden @ weight.T`, all with a label. The forward pass also computes the gradient."""
 
     @staticmethod
     def forward(
@@ -310,9 +296,8 @@ def lm_head_loss(
     in float64. term: an additional loss on whole logits. Chunks are then smaller, to make room for its temporary
     tensors. Other arguments are as in `lm_head_logprobs`.
 
-    The gradient is always computed together with the loss, even if none is needed. Backward may run once, and later
-    operations may scale the loss. The weight's gradient is summed in float32. If main_grad is given, it is added there
-    before this function returns. The loss must then not be scaled: backward would raise RuntimeError.
+    The gradient is always computed together with the loss. Backward may run once. The loss may be scaled, unless
+    main_grad is given: the weight's gradient is then already in main_grad, and backward would raise RuntimeError.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
@@ -361,19 +346,13 @@ def lm_head_logprobs(
     hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64.
     rows: int64, label t is predicted by row `rows[t]` of hidden; several labels may share a row. Default: row t.
       TakenRows give the rows of the kept labels only; the gradient of shared rows is then bitwise reproducible.
-    kept: int64 places of the labels to compute; these labels must be 0 or more, and all other places give 0. Default:
-      all labels of 0 or more, which synchronizes with the device.
-    main_grad: tensor like the weight, to which the weight's gradient is added. If the weight requires grad, autograd
-      then gets a meaningless placeholder.
+    kept: int64 places of the labels to compute, which must be 0 or more; other places give 0. Default: all labels of 0
+      or more, which synchronizes with the device.
+    main_grad: tensor to which the weight's gradient is added; autograd then gets a meaningless placeholder.
     with_entropy: False saves the time for the entropy, which is then NaN.
-    support: `[T, W]` int32, as in megatron_rl/support.py. Log-probability and entropy of a label that has a support are
-      over these tokens alone, and logits of other tokens get no gradient.
-    adjustment: `[T, W, P]` float32, as in megatron_rl/support.py: what penalties and biases add to the logits of these
-      tokens, and by how much they scale them, before the division by the temperature.
+    support: `[T, W]` int32, adjustment: `[T, W, P]` float32, both as in megatron_rl/support.py. A label that has a
+      support is compared with the support's tokens alone. Other logits get no gradient.
     product: function that computes the logits.
-
-    Rows are processed in chunks. Backward recomputes each chunk's logits, unless there is only one chunk. The weight's
-    gradient is summed over chunks in float32.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
@@ -387,7 +366,7 @@ def lm_head_logprobs(
 
 
 def places_of(labels: Tensor) -> Tensor:
-    """Return the places of labels of 0 or more. On a device this synchronizes, because the length is needed."""
+    """Return the places of labels of 0 or more. Synchronizes with the device."""
     return (labels >= 0).nonzero()[:, 0]
 
 

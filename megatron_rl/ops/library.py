@@ -28,7 +28,7 @@ def load() -> None:
 
 
 def cuda_library() -> list[Path]:
-    """Return [path of `_C_cuda.so`], or [] if it does not exist or torch lacks the libtorch_cuda that it links to."""
+    """Return [path of `_C_cuda.so`], or [] if it does not exist or this torch has no CUDA."""
     path = PACKAGE / "_C_cuda.so"
     return [path] if path.exists() and torch.version.cuda is not None else []
 

@@ -41,8 +41,9 @@ class VocabShard:
         return max(0, min(columns, self.stop - self.start))
 
 
-NORMALISING = {torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.log_softmax, F.cross_entropy} | {
-    getattr(Tensor, name) for name in ("softmax", "log_softmax", "logsumexp")
+NORMALISING = {
+    *(torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.log_softmax, F.cross_entropy),
+    *(Tensor.softmax, Tensor.log_softmax, Tensor.logsumexp),
 }
 """Functions that normalise over the vocabulary, and so give wrong results on one rank's columns."""
 
@@ -155,7 +156,7 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[floa
 
 
 def gather_partials(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather `[1, T, 4]` of every rank into `[ranks, T, 4]`, in rank order."""
+    """All-gather `[1, ...]` of every rank into `[ranks, ...]`."""
     ranks = torch.empty((group.size(), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
     dist.all_gather_into_tensor(ranks, mine, group=group)
     return ranks

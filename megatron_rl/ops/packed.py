@@ -25,9 +25,8 @@ def packed_labels(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (labels, positions, sequence_ids), all `[T]` int64, for input_ids `[T]` packed as in cu_seqlens.
 
-    Row t is the prediction made after token t. Its label is the next token of the sequence. It is -100 at the
-    sequence's end and if loss_mask (`[T]` bool) is False for that next token. positions count from 0 in each sequence.
-    cu_seqlens: `[B + 1]`, ascending from 0 to T; checked on the CPU only.
+    A row's label is the next token of its sequence, or -100 at the sequence's end and if loss_mask (`[T]` bool) is
+    False for that token. cu_seqlens: `[B + 1]`, ascending from 0 to T; checked on the CPU only.
     """
     if input_ids.ndim != 1 or input_ids.dtype != torch.int64:
         raise ValueError(f"input_ids is {input_ids.dtype} {tuple(input_ids.shape)}: it must be [T] int64.")

@@ -1,8 +1,7 @@
 """The one package that checks whether CUDA is available. Call `prepare()` before the first import of megatron.core.
 
 With CUDA, `prepare` only installs fixes of Megatron bugs. Without CUDA, megatron.core also gets CPU stand-ins and runs
-over gloo, with its source files unmodified. Other packages ask this one for the device and the backend, and never call
-`torch.cuda.is_available()`.
+over gloo, with its source files unmodified.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch.nn.attention
 from megatron_rl.platform import cpu, imports, upstream
 
 _kept: list[torch.library.Library] = []
-"""Libraries of operators that stay registered. Freeing a Library would end its registrations."""
+"""Libraries whose operators stay registered as long as they are referenced."""
 
 _why_set_aside = ""
-"""Why the installed Transformer Engine counts as absent. Empty if it is used, and if none is installed."""
+"""Why the installed Transformer Engine counts as absent, if it does."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,11 +30,9 @@ logger = logging.getLogger(__name__)
 def prepare(*, may_use_transformer_engine: bool = True) -> None:
     """Make megatron.core importable and correct on this machine. Idempotent.
 
-    may_use_transformer_engine: False lets an installed Transformer Engine count as absent, without importing it. This
-    has no effect after an earlier call has imported it.
+    may_use_transformer_engine: False lets an installed Transformer Engine count as absent, unless it is imported.
     """
-    # Megatron warns at import if Transformer Engine and apex are absent and it falls back to torch. That is expected
-    # here.
+    # The fallback to torch without Transformer Engine and apex is expected.
     warnings.filterwarnings("ignore", message=".*(Apex is|Transformer Engine and Apex are) not installed.*")
     warnings.filterwarnings("ignore", message="absl.logging is not installed")
     warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default triggers it
@@ -67,8 +64,7 @@ def prepare(*, may_use_transformer_engine: bool = True) -> None:
 def set_aside_broken_transformer_engine() -> None:
     """If Transformer Engine is installed and does not load, let it count as not installed, and say why.
 
-    Its libraries need versions of CUDA's that torch may not have brought. megatron.core imports it unless it is absent,
-    and expects no error but ImportError, so without this not even Megatron's local layers could be used.
+    It may need other versions of CUDA's libraries than torch has. megatron.core would then fail at import.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
@@ -176,7 +172,7 @@ def check_delta_kernel(kernel: str, dtype: str, *, is_elsewhere: bool = False) -
 def use_flash_attention(kernel: str) -> None:
     """Make torch compute attention with the kernel of `model.flash_attention`. Raises ValueError if it is unavailable.
 
-    For Transformer Engine's kernel, which is not one of torch's, this only checks that the package is installed.
+    For Transformer Engine's kernel, this only checks that the package is installed.
     """
     if kernel == "torch":
         return
