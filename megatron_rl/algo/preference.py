@@ -1,8 +1,7 @@
 """Losses on pairs of replies to one prompt, one preferred to the other, and their computation by an engine.
 
-A batch of pairs holds the chosen and the rejected reply of each pair next to each other, in this order. The column
-`pair` numbers the pairs, so that packing keeps each pair in one microbatch. In the formulas, r is a reply's implicit
-reward, d = r(chosen) - r(rejected), and s is the sigmoid.
+A batch holds each pair's chosen and rejected reply next to each other, in this order. The column `pair` numbers the
+pairs. In the formulas, r is a reply's implicit reward, d = r(chosen) - r(rejected), and s is the sigmoid.
 """
 
 from __future__ import annotations
@@ -169,11 +168,8 @@ class PreferenceLoss:
 
 
 def pairs_of(rows: TensorDict) -> Tensor:
-    """Return the loss weight: the number of pairs in a microbatch, 0-dim int64.
-
-    A microbatch without pairs holds a single untrained sequence.
-    """
-    sequences = len(rows["cu_seqlens"]) - 1
+    """Return the loss weight: the number of pairs in a microbatch, 0-dim int64."""
+    sequences = len(rows["cu_seqlens"]) - 1  # a single one, untrained, if there is no pair
     assert sequences == 1 or sequences % 2 == 0, f"{sequences} sequences are no pairs: packing has parted some"
     return torch.tensor(sequences // 2)
 

@@ -1,8 +1,7 @@
 """Policy losses in plain torch, the kind that users write: functions that return each row's loss.
 
-The trainer adds KL and entropy terms, behaviour weights and aggregation. The tensors are `[T]`, small compared with the
-logits. A loss that treats each row by itself is called once per chunk of the output layer. In the formulas, u is
-p(policy) / p(proximal) of a row and A its advantage.
+The trainer adds KL and entropy terms, behaviour weights and aggregation. A loss by row is called once per chunk of the
+output layer. In the formulas, u is p(policy) / p(proximal) of a row and A its advantage.
 """
 
 from __future__ import annotations
@@ -44,10 +43,8 @@ class LossRows:
     marked: Tensor | None = None
     """bool: the tokens selected by the loss's own `mark`, if it was declared with one."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """All `[T]` columns of the microbatch by name, including those a workflow put into `Trajectory.tokens`.
-
-    Entry t belongs to the token `labels[t]`. Integers and bools keep their dtype.
-    """
+    """All `[T]` columns of the microbatch by name, including those a workflow put into `Trajectory.tokens`. Entry t
+    belongs to the token `labels[t]`. Integers and bools keep their dtype."""
 
     @property
     def log_ratio(self) -> Tensor:

@@ -1,7 +1,7 @@
 """Advantage estimators that compare single turns of dialogues, or trajectories of one agent.
 
-A turn is a reply with at least one trained token. Turns are compared over the whole step. Each rank fills in a table,
-with a few numbers per turn, for its own tokens. The tables are summed, so all ranks compute the same results.
+A turn is a reply with at least one trained token. Each rank fills in a table, with a few numbers per turn, for its own
+tokens. The tables are summed, so all ranks compute the same results.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def agent_norm(batch: TrajectoryBatch, *, std: bool = True) -> Tensor:
 
 
 def by_agent(batch: TrajectoryBatch) -> Tensor:
-    """Number each trajectory's group, or each pair of group and agent if trajectories name one: `[B]` int64."""
+    """Number the groups, or the pairs of group and agent if trajectories name their agent: `[B]` int64."""
     if "agent" not in batch.sequences:
         return group_numbers(batch["group"])
     return group_numbers(batch["group"], group_numbers(batch["agent"]))
@@ -123,16 +123,12 @@ class Turns:
 
     @classmethod
     def of(cls, batch: TrajectoryBatch, *, discount: float, anchor: str = "") -> Turns:
-        """Build the table of turns. Collective: every rank calls it.
-
-        anchor: observation or history to compute states, empty for none.
-        """
+        """Build the table of turns. anchor: as in gigpo, or '' for no states. Collective: every rank calls it."""
         mask = batch["loss_mask"].bool()
         written, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
         is_trained = torch.zeros(int(bounds[-1]), dtype=torch.bool)  # [replies on this rank]
         is_trained[written[mask]] = True
-        # [replies on this rank]: each one's trajectory
-        whose = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())
+        whose = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())  # each reply's trajectory
         counts = batch.completed(torch.zeros(len(batch), dtype=torch.int64).index_add_(0, whose, is_trained.long()))
         ends = prefix_sums(counts)
         # Trained turns on this rank lie in the trajectories' order, and a trajectory has all of its turns here or none.
@@ -157,10 +153,10 @@ class Turns:
 
 
 def states(batch: TrajectoryBatch, written: Tensor, anchor: str) -> Tensor:
-    """Return a 128-bit hash of the tokens before each reply on this rank, `[2, replies]` int64.
+    """Return a 128-bit hash of the state before each reply on this rank, `[2, replies]` int64.
 
-    States are compared by this hash alone. written: `[N]`, each token's reply, -1 for tokens that the model did not
-    write. anchor: observation hashes only the tokens after the previous reply, history all of the trajectory's.
+    written: `[N]`, each token's reply, -1 for tokens that the model did not write. anchor: observation hashes only the
+    tokens after the previous reply, history all of the trajectory's.
     """
     first = first_of_turn(written)
     begin = batch.cu_seqlens[batch.sequence_ids[first]]

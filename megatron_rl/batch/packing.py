@@ -118,12 +118,12 @@ def _computed_rows(
     of_sequence: list[list[int]] = [[] for _ in own]  # the segments of each sequence, from its start
     count = 0
     for family in trees:
-        for branch in branches(family, own):
-            path = of_sequence[branch.members[0]]
-            segments.append([count, branch.end - branch.start, path[-1] if path else -1, branch.start])
-            sources.append(branch.members[0])
-            count += branch.end - branch.start
-            for member in branch.members:
+        for start, end, members in branches(family, own):
+            path = of_sequence[members[0]]
+            segments.append([count, end - start, path[-1] if path else -1, start])
+            sources.append(members[0])
+            count += end - start
+            for member in members:
                 of_sequence[member].append(len(segments) - 1)
     table = torch.tensor(segments)  # [S, 4]
     # A row of the loss reads the row of the same position in its segment.
@@ -146,26 +146,17 @@ class Family:
     members: list[int]
     shared: list[int]
 
-    def part(self, start: int, stop: int) -> Family:
-        return Family(self.members[start:stop], [0, *self.shared[start + 1 : stop]])
-
     def clamped(self, rows: list[int]) -> Family:
         """Return a copy with shared prefixes cut to the needed rows. rows[i]: rows needed from sequence i."""
         pairs = zip(self.members, self.members[1:], self.shared[1:], strict=False)
         return Family(self.members, [0, *(min(shared, rows[a], rows[b]) for a, b, shared in pairs)])
 
 
-@dataclass(frozen=True)
-class Branch:
-    """Rows `start` to `end` that all `members` have in common."""
+def branches(family: Family, rows: list[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """Walk a family's tree, parents before children. Yields (start, end, the members that have these rows in common).
 
-    start: int
-    end: int
-    members: list[int]
-
-
-def branches(family: Family, rows: list[int]) -> Iterator[Branch]:
-    """Walk a family's tree, parents before children. rows[i]: rows needed from sequence i."""
+    rows[i]: rows needed from sequence i.
+    """
     family = family.clamped(rows)
     waiting = [(0, len(family.members), 0)]  # first member, end of members, and the position where their branch starts
     while waiting:
@@ -173,7 +164,7 @@ def branches(family: Family, rows: list[int]) -> Iterator[Branch]:
         members, shared = family.members[low:high], family.shared[low + 1 : high]
         end = min(shared) if shared else rows[members[0]]
         if end > start:
-            yield Branch(start, end, members)
+            yield start, end, members
         cuts = [low, *(low + 1 + place for place, length in enumerate(shared) if length == end), high]
         if shared:
             waiting += [(a, b, end) for a, b in reversed(list(itertools.pairwise(cuts)))]
@@ -333,7 +324,7 @@ def _parts_of_family(family: Family, rows: list[int], most_rows: int) -> list[Fa
     stop = count
     while stop:
         start = best[stop][2]
-        parts.insert(0, family.part(start, stop))
+        parts.insert(0, Family(family.members[start:stop], [0, *family.shared[start + 1 : stop]]))
         stop = start
     return parts
 

@@ -140,13 +140,11 @@ class StepBatch(TrajectoryBatch):
             return self
         if id(groups) not in self._in_layouts:
             there = self.plan.in_layout(groups)
-            tokens = _delivered(self._without_routes(), groups, there.owner)
+            # Only the policy replays routes. Other models use their own routing.
+            columns = {key: column for key, column in self.tokens.items() if key != routes.COLUMN}
+            tokens = _delivered(replace(self, tokens=columns), groups, there.owner)
             self._in_layouts[id(groups)] = StepBatch.of_tokens(tokens, self.sequences, there)
         return self._in_layouts[id(groups)]
-
-    def _without_routes(self) -> StepBatch:
-        """Return the step without routes, for models other than the policy, which use their own routing."""
-        return replace(self, tokens={key: column for key, column in self.tokens.items() if key != routes.COLUMN})
 
     def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
         """Redistribute a per-token column `[N]` of `other`, the same step in another layout, to this batch's layout."""
