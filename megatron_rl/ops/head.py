@@ -279,7 +279,7 @@ def lm_head_loss(
     loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
     *,
     shard: VocabShard,
-    rows: Tensor | TakenRows | None = None,
+    rows: TakenRows | None = None,
     kept: Tensor | None = None,
     temperature: float = 1.0,
     main_grad: Tensor | None = None,
@@ -331,7 +331,7 @@ def lm_head_logprobs(
     labels: Tensor,
     *,
     shard: VocabShard,
-    rows: Tensor | TakenRows | None = None,
+    rows: TakenRows | None = None,
     kept: Tensor | None = None,
     temperature: float = 1.0,
     main_grad: Tensor | None = None,
@@ -344,8 +344,8 @@ def lm_head_logprobs(
     """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]` logits.
 
     hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64.
-    rows: int64, label t is predicted by row `rows[t]` of hidden; several labels may share a row. Default: row t.
-      TakenRows give the rows of the kept labels only; the gradient of shared rows is then bitwise reproducible.
+    rows: the row of hidden that predicts each of the kept labels; several labels may share a row. Default: row t
+      predicts label t.
     kept: int64 places of the labels to compute, which must be 0 or more; other places give 0. Default: all labels of 0
       or more, which synchronizes with the device.
     main_grad: tensor to which the weight's gradient is added; autograd then gets a meaningless placeholder.
@@ -376,10 +376,8 @@ def taken(support: Tensor | None, adjustment: Tensor | None, kept: Tensor) -> Su
     return Supports(support.index_select(0, kept), None if adjustment is None else adjustment.index_select(0, kept))
 
 
-def pick(hidden: Tensor, rows: Tensor | TakenRows | None, kept: Tensor, dtype: torch.dtype) -> Tensor:
+def pick(hidden: Tensor, rows: TakenRows | None, kept: Tensor, dtype: torch.dtype) -> Tensor:
     # Only rows with a label go through the output layer; a prompt's rows have none.
     if rows is None:  # each row once
         rows = TakenRows(kept, [(kept, torch.arange(len(kept), device=kept.device))])
-    if isinstance(rows, TakenRows):
-        return rows.of_values(hidden).to(dtype)
-    return hidden.index_select(0, rows.index_select(0, kept)).to(dtype)
+    return rows.of_values(hidden).to(dtype)
