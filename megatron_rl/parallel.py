@@ -314,7 +314,6 @@ def _place_in_world(timeout: timedelta) -> dict[str, Any]:
 
 
 def _control_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks. Collective: every rank calls it."""
     is_lazy = dist.get_world_size() > MESH_RANKS and GLOO_LAZY not in os.environ
     if is_lazy:
         os.environ[GLOO_LAZY] = "1"

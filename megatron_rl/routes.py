@@ -103,7 +103,6 @@ def experts_of(slots: Tensor) -> Tensor:
 
 
 def weights_of(slots: Tensor) -> Tensor:
-    """Return the weights, float32, of slots with weights."""
     return (slots >> EXPERT_BITS).float() / LARGEST_WEIGHT
 
 

@@ -213,7 +213,6 @@ class PolicyActor:
             logger.warning("%s: trains nothing, as %s. Look at what it does with logprobs.", name, why)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the adaptive state of reward shaping and entropy control, as JSON."""
         return {"shaper": self.shaper.state_dict(), "entropy": self.entropy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -245,7 +244,6 @@ class Critic:
 
 
 def has_advantages(share: TrajectoryBatch) -> bool:
-    """Return whether any trained token of the share has a nonzero advantage."""
     return bool((share["advantages"][share["loss_mask"].bool()] != 0).any())
 
 

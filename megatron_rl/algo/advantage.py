@@ -355,7 +355,6 @@ def none(batch: TrajectoryBatch) -> Tensor:
 
 
 def members(batch: TrajectoryBatch) -> Tensor:
-    """Return each trajectory's group, numbered from 0 without gaps, `[B]` int64."""
     return group_numbers(batch["group"])
 
 

@@ -147,7 +147,6 @@ def _row(key: str, name: str, entry: Any, runs: str) -> Row:
 
 
 def table() -> str:
-    """Return the catalogue as text for a terminal."""
     text, widest = [], max(len(row.name) for row in rows())
     for key in dict.fromkeys(row.key for row in rows()):
         text.append(f"{key}, d = r(chosen) - r(rejected):" if key == "preference.loss" else f"{key}:")

@@ -44,21 +44,16 @@ class Pairs:
 
 
 def margins(rewards: Tensor) -> Tensor:
-    """Return the chosen reply's reward minus the rejected one's, `[P, 2]` -> `[P]`."""
     return rewards[:, 0] - rewards[:, 1]
-
-
-def _at_least_0(value: Any) -> bool:
-    return bool(value >= 0)
 
 
 BETA: Rules = {"beta": (above_0, "must be above 0")}
 PER_TOKEN: Rules = {"per_token": (lambda value: isinstance(value, bool), "must be true or false")}
 DPO: Rules = {
     "label_smoothing": (lambda value: 0 <= value < 0.5, "must be in [0, 0.5)"),
-    "sft": (_at_least_0, "must be at least 0; 0 disables the term"),
+    "sft": (lambda value: value >= 0, "must be at least 0; 0 disables the term"),
 }
-KTO: Rules = {name: (_at_least_0, "must be at least 0") for name in ("desirable", "undesirable")}
+KTO: Rules = {name: (lambda value: value >= 0, "must be at least 0") for name in ("desirable", "undesirable")}
 
 
 @pair_loss("dpo", needs_reference=True, rules={**BETA, **PER_TOKEN, **DPO})

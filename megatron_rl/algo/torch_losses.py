@@ -48,7 +48,6 @@ class LossRows:
 
     @property
     def log_ratio(self) -> Tensor:
-        """Log of the ratio u."""
         return self.logprobs - self.proximal_logprobs
 
     @property

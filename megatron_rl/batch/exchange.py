@@ -6,6 +6,9 @@ computes the same plan (batch/share_plan.py), and tokens go only to the replica 
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -16,6 +19,7 @@ from megatron_rl.batch.step_batch import SharePlan, StepBatch
 from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import MicroBatch, TrajectoryBatch
 
+Compute = Callable[[TrajectoryBatch], Tensor]
 LENGTH, PLACE, SHARED = ".length", ".place", ".shared"
 """Names of extra numbers sent for each trajectory: its length, and the two numbers of `packing.beginnings`."""
 
@@ -154,7 +158,6 @@ def pack_alike(
 def least_alone(
     batch: TrajectoryBatch, tokens_per_microbatch: int, multiple_of: int, *, allow_longer: bool, **options: bool
 ) -> int:
-    """Return the minimum number of microbatches for this rank's share. options: as in packing.units."""
     rows = [unit.rows for unit in packing.units(batch, tokens_per_microbatch, **options)]
     return packing.least_microbatches(rows, tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer)
 
@@ -170,3 +173,21 @@ def own_share(batch: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: 
     together = torch.zeros(len(batch), dtype=torch.int64)
     owner = share_plan.plan_owners(together, batch.lengths, groups.data.size, **options)
     return batch.select((owner == groups.data.rank).nonzero()[:, 0].tolist())
+
+
+def by_token(
+    batch: TrajectoryBatch, groups: ParallelGroups, compute: Compute, *, share_prompts: bool = False
+) -> Tensor:
+    """Apply `compute` to a batch that every rank has, each data-parallel rank to its share. Returns `[N]` float32.
+
+    Collective: all ranks call it with the same batch. `compute` uses an engine in the layout of `groups`.
+    """
+    rows = {"row": torch.arange(len(batch["input_ids"]))}  # travels with the tokens and says where results belong
+    numbered = dataclasses.replace(batch, tokens=batch.tokens | rows)
+    share = own_share(numbered, groups, share_prompts=share_prompts)
+    result = torch.zeros(len(batch["input_ids"]))  # every entry is written by one rank, so the sum is exact
+    computed = compute(share)
+    if groups.is_rollout_rank:  # only one of the ranks that computed the same share contributes
+        result[share["row"]] = computed.cpu()
+    dist.all_reduce(result, group=groups.control)
+    return result

@@ -459,7 +459,6 @@ def pack(
 
 
 def _longest_first(lengths: list[int]) -> list[int]:
-    """Return the indices of non-empty sequences by descending length."""
     return sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
 
 

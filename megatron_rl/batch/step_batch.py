@@ -45,11 +45,6 @@ class SharePlan:
             begin=begin,
         )
 
-    @property
-    def leaders(self) -> Tensor:
-        """`[B]` int64: the first rank of each trajectory's replica."""
-        return torch.tensor([ranks[0] for ranks in self.groups.replicas])[self.owner]
-
 
 @dataclass(kw_only=True)
 class StepBatch(TrajectoryBatch):
@@ -161,5 +156,6 @@ def _fields(batch: TrajectoryBatch) -> dict[str, Any]:
 
 def _delivered(batch: StepBatch, groups: ParallelGroups, owner: Tensor) -> TrajectoryBatch:
     """Send the tokens of a batch to other replicas. owner: `[B]`, the replica of `groups` that gets each trajectory."""
-    plan = {"lengths": batch.lengths, "sender": batch.plan.leaders, "owner": owner}
+    leaders = torch.tensor([ranks[0] for ranks in batch.plan.groups.replicas])
+    plan = {"lengths": batch.lengths, "sender": leaders[batch.plan.owner], "owner": owner}
     return delivery.deliver(batch.own(), delivery.token_layout(batch), **plan, groups=groups)

@@ -25,7 +25,6 @@ def word_sums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def count_of_word_sums(nbytes: int) -> int:
-    """Return the number of sums for a tensor with `nbytes` bytes."""
     rows, rest = divmod(nbytes, 8 * CHECKSUM_COLUMNS)
     return rows + (CHECKSUM_COLUMNS if rows else 0) + -(-rest // 8)
 

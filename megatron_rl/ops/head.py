@@ -80,11 +80,6 @@ class WeightGradient:
         return None
 
 
-def placeholder(weight: Tensor) -> Tensor:
-    """Return an uninitialized gradient for Megatron's autograd hooks. The real one is in main_grad."""
-    return torch.empty_like(weight)
-
-
 def scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `gradient * by`, in place if it already has this dtype, to avoid a second large tensor."""
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
@@ -228,7 +223,7 @@ class HeadLogprobs(torch.autograd.Function):
         if total is not None and (found := total.for_autograd()) is not None:
             by_weight = found.to(weight.dtype)
         elif needs_weight:
-            by_weight = placeholder(weight)
+            by_weight = torch.empty_like(weight)  # for Megatron's hooks: the gradient is in main_grad
         return grad_hidden, by_weight, *(None,) * 8
 
 
@@ -268,7 +263,7 @@ class HeadLoss(torch.autograd.Function):
             by_weight = scaled(grad_weight, grad_loss, weight.dtype)
         else:  # it was added to main_grad before it could be scaled
             torch._assert_async(grad_loss == 1, "main_grad: has the gradient of a head's loss that was then scaled.")
-            by_weight = placeholder(weight) if ctx.needs_input_grad[1] else None
+            by_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # as in HeadLogprobs
         return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 8
 
 

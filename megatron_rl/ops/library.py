@@ -96,14 +96,8 @@ def _(logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, tempe
     return logits.new_empty(logits.shape)
 
 
-@torch.library.register_fake("megatron_rl::logprob_grad_into")
-def _(out, logits, labels, peak, log_sum, entropy, by_logprobs, by_entropy, temperature, temperatures, start, columns):
-    return None
-
-
-@torch.library.register_fake("megatron_rl::logprob_grad_")
-def _(logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, start, columns):
-    return None
+for name in ("logprob_grad_into", "logprob_grad_"):  # they write into an argument and return nothing
+    torch.library.register_fake(f"megatron_rl::{name}", lambda *_: None)
 
 
 def save_for_logprob_grad(ctx, inputs, output) -> None:

@@ -77,7 +77,6 @@ class SupportColumns:
         self, out: Tensor, peak: Tensor, log_sum: Tensor, entropy: Tensor, by_logprob: Tensor | None,
         by_entropy: Tensor | None, temperature: float,
     ) -> None:  # fmt: skip
-        """Add the gradient to `out` `[c, V_local]`."""
         statistics = self.labels, peak, log_sum, entropy, by_logprob, by_entropy
         found = ops.logprob_grad(self.logits, *statistics, temperature, None, 0, self.logits.shape[1])
         if self.slope is not None:

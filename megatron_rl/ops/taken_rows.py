@@ -24,7 +24,6 @@ class TakenRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor) -> TakenRows:
-        """Compute the inverse map, on the host."""
         times = torch.bincount(rows)
         order, starts = rows.argsort(stable=True), times.cumsum(0) - times
         back = []

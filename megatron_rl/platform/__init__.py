@@ -32,17 +32,17 @@ def prepare(*, may_use_transformer_engine: bool = True) -> None:
 
     may_use_transformer_engine: False lets an installed Transformer Engine count as absent, unless it is imported.
     """
-    # The fallback to torch without Transformer Engine and apex is expected.
-    warnings.filterwarnings("ignore", message=".*(Apex is|Transformer Engine and Apex are) not installed.*")
-    warnings.filterwarnings("ignore", message="absl.logging is not installed")
-    warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default triggers it
-    # in Megatron's docstrings
-    warnings.filterwarnings("ignore", message="invalid escape sequence", category=SyntaxWarning)
-    # Megatron's checkpoints are built on torch's ShardedTensor.
-    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-    warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".* is experimental and still under active development")
-    warnings.filterwarnings("ignore", message="Could not determine rank from torch.distributed")  # of one process
+    for message in (
+        ".*(Apex is|Transformer Engine and Apex are) not installed.*",  # the fallback to torch is expected here
+        "absl.logging is not installed",
+        "full scope is deprecated",  # Megatron's own default triggers it
+        "invalid escape sequence",  # in Megatron's docstrings
+        "Please use DTensor instead",  # Megatron's checkpoints are built on torch's ShardedTensor
+        "`load_state_dict` is deprecated",
+        ".* is experimental and still under active development",
+        "Could not determine rank from torch.distributed",  # of one process
+    ):
+        warnings.filterwarnings("ignore", message=message)
     for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
         logging.getLogger(f"megatron.core.{name}").addFilter(_is_no_deprecation)
     if not has_cuda():  # a CUDA toolkit without a GPU is no reason to warn
@@ -110,7 +110,6 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    """Return the torch.distributed backend of the trainer's ranks."""
     return "nccl" if has_cuda() else "gloo"
 
 

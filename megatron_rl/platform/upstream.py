@@ -188,7 +188,6 @@ UNNEEDED_FROM = {
 
 
 def fixes_of(version: str) -> dict[str, Callable[[ModuleType], None]]:
-    """Return the fixes that a version of megatron.core needs, by module."""
     return {
         module: mend
         for module, mend in FIXES.items()

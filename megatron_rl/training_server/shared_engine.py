@@ -12,17 +12,17 @@ bits of a row of a matrix product may depend on the number of rows.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron_rl.adapter_sums import sum_of, write_sums
 from megatron_rl.api import LogprobLoss
-from megatron_rl.batch.exchange import own_share
+from megatron_rl.batch.exchange import by_token, own_share
 from megatron_rl.config import LoraConfig
 from megatron_rl.engine import checkpoint
 from megatron_rl.engine.manifest import CheckpointError
@@ -330,7 +330,7 @@ class SharedEngine(MegatronEngine):
         columns = []
         for place in [(slice(None), number) for number in range(width[0])] if width else [slice(None)]:
             tokens = self._by_token(share, microbatches, [part[place].contiguous() for part in rows])
-            columns.append(of_all_ranks(tokens, batch, self.groups))
+            columns.append(by_token(batch, self.groups, functools.partial(_known, tokens)))
         of_tokens = torch.stack(columns, dim=1) if width else columns[0]
         return [part[1:] for part in torch.split(of_tokens, batch.lengths.tolist())]
 
@@ -407,18 +407,8 @@ def column_of(name: str, number: int) -> str:
     return f"{name}.{number}"
 
 
-def of_all_ranks(own: Tensor, batch: TrajectoryBatch, groups: ParallelGroups) -> Tensor:
-    """Return a number for each token of a batch that every rank has, `[N]` float32. Collective: all ranks call it.
-
-    own: the numbers of the tokens in this rank's `own_share` of the batch.
-    """
-    rows = {"row": torch.arange(len(batch["input_ids"]))}  # travels with the tokens and says where numbers belong
-    share = own_share(dataclasses.replace(batch, tokens=batch.tokens | rows), groups)
-    result = torch.zeros(len(batch["input_ids"]))  # every entry is written by one rank, so the sum is exact
-    if groups.is_rollout_rank:  # only one of the ranks that computed the same share contributes
-        result[share["row"]] = own.cpu()
-    dist.all_reduce(result, group=groups.control)
-    return result
+def _known(tokens: Tensor, _: TrajectoryBatch) -> Tensor:
+    return tokens
 
 
 def _main_grad(parameter: Tensor) -> Tensor:
