@@ -54,12 +54,7 @@ SHIFTS_ONLY, WITH_SCALE = 1, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Adjusting:
-    """A request's options that change logits, with SGLang's names and meaning.
-
-    For example:
-
-        Adjusting(frequency_penalty=0.5).adjustments(rows, ids)  # [n, W, 1], of the support's tokens that came before
-    """
+    """A request's options that change logits, with SGLang's names and meaning."""
 
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0

@@ -221,14 +221,7 @@ class PolicyActor:
 
 
 class Critic:
-    """Value estimator of PPO: computes values, and trains `engine`, which has a value head, on returns.
-
-    For example:
-
-        critic = Critic(engine, config.critic)
-        batch.tokens["values"] = critic.values(batch)  # the estimator gae sets `returns` from them
-        stats = critic.update(shares)
-    """
+    """Value estimator of PPO: computes values, and trains `engine`, which has a value head, on returns."""
 
     def __init__(self, engine: TrainEngine, options: CriticConfig) -> None:
         self.engine, self.options = engine, options

@@ -1,7 +1,6 @@
 """Imitation: a weighted -log p loss on tokens that the policy did not sample, in addition to the policy loss.
 
-The batch column `demonstrated`, float32 `[N]`, holds an imitated token's weight and 0 for all other tokens. The loss of
-an update is
+The batch column `demonstrated`, float32 `[N]`, has an imitated token's weight, and 0 for others. An update's loss is
 
     loss = policy loss + weight * sum of demonstrated_t * -log p_t / number of demonstrated tokens
 

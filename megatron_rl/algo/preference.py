@@ -121,13 +121,7 @@ def bradley_terry(pairs: Pairs) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The configured pair loss, summed over the pairs of a microbatch.
-
-    For example:
-
-        loss = find_pair_loss("simpo", {"beta": 2.0})
-        stats = engine.train_batch(pairs, loss.for_engine(), pairs_of)  # the mean over the pairs of all ranks
-    """
+    """The configured pair loss, summed over the pairs of a microbatch."""
 
     entry: PairLoss
     args: dict[str, Any]

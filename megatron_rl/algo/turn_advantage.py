@@ -108,11 +108,6 @@ class Turns:
     returns: `[S]` float64, discounted over turns.
     state: two `[S]` int64, a hash of the state in which the turn begins; zeros without an anchor.
     place: `[N]` int64, the turn of each trained token on this rank, -1 for other tokens.
-
-    For example:
-
-        turns = Turns.of(batch, discount=0.9)
-        spread_over_turns(turns.returns, turns.place)  # each token's return
     """
 
     trajectory: Tensor

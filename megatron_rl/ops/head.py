@@ -346,7 +346,7 @@ def lm_head_logprobs(
     main_grad: tensor to which the weight's gradient is added; autograd then gets a meaningless placeholder.
     with_entropy: False saves the time for the entropy, which is then NaN.
     support: `[T, W]` int32, adjustment: `[T, W, P]` float32, both as in megatron_rl/support.py. A label that has a
-      support is compared with the support's tokens alone. Other logits get no gradient.
+      support gets its log-probability over the support's tokens alone. Other logits get no gradient.
     product: function that computes the logits.
     """
     check_temperature(temperature, labels)

@@ -78,14 +78,7 @@ Teacher = TeacherStates | TopTokens
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """Distributions of all teachers for a batch's tokens. The batch column `teacher_place` has each token's row.
-
-    For example:
-
-        targets = TeacherTargets([TeacherStates(hidden, weight)], VocabShard(0, 32000, 32000), temperature=1.0)
-        batch.tokens["teacher_place"] = torch.arange(len(hidden), dtype=torch.int32)
-        engine.train_batch(batch, LogprobLoss(policy_loss, by_row=True, beside=targets))
-    """
+    """Distributions of all teachers for a batch's tokens. The batch column `teacher_place` has each token's row."""
 
     teachers: Sequence[Teacher]
     shard: VocabShard
