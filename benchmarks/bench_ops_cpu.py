@@ -22,13 +22,13 @@ from megatron_rl.ops import (
     VocabShard,
     fixed_order,
     kept_tokens,
-    lm_head_ppo_loss,
     packed_gae,
     packed_logprobs,
     ppo_loss,
-    reference,
     word_sums,
 )
+from tests.kit import operators as reference
+from tests.kit.operators import lm_head_ppo_loss
 
 
 def eager_loss(logits, labels, rows, options):

@@ -12,7 +12,8 @@ from suite_bars import CHECKSUMS
 from suite_report import Budget, Report, each_case, guarded
 from torch import Tensor
 
-from megatron_rl.ops import reference, tile_hashes, word_sums
+from megatron_rl.ops import tile_hashes, word_sums
+from tests.kit import operators as reference
 
 COMPARED_BYTES = 1 << 22
 """Of a bucket whose results are compared with the CPU's."""

@@ -36,6 +36,8 @@ ROOT = Path(__file__).resolve().parents[1]
 TINY = ROOT / "configs" / "models" / "count_tiny"
 RESULTS = ROOT / "benchmarks" / "results"
 
+sys.path.insert(0, str(ROOT))  # for tests.kit
+
 
 class Machine:
     """The machine that figures are of, and how busy it was when this was made: what a benchmark's head names.

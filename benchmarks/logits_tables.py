@@ -23,9 +23,10 @@ from suite_bars import HEADS, LOGPROBS
 from suite_report import Budget, Report, each_case, guarded
 from torch import Tensor
 
-from megatron_rl.ops import VocabShard, lm_head_logprobs, reference
+from megatron_rl.ops import VocabShard, lm_head_logprobs
 from megatron_rl.ops.head import rows_of_chunk
 from megatron_rl.ops.library import ops
+from tests.kit import operators as reference
 
 VOCABULARIES = (151936, 128256, 32000)
 SAMPLED_ROWS = 32

@@ -17,7 +17,8 @@ from frame import commit
 from suite_bars import ENTROPY, LOGP_BACKWARD
 from torch import Tensor
 
-from megatron_rl.ops import PpoOptions, VocabShard, lm_head_loss, packed_logprobs, ppo_loss, reference
+from megatron_rl.ops import PpoOptions, VocabShard, lm_head_loss, packed_logprobs, ppo_loss
+from tests.kit import operators as reference
 
 LOGP, ENTROPY_BACKWARD = "logp", "logp, entropy, backward"
 POLICY = "policy loss, backward"

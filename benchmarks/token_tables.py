@@ -12,7 +12,8 @@ from suite_bars import GAE, LOSSES, OUR_LOSS
 from suite_report import Budget, Report, each_case, guarded
 from torch import Tensor
 
-from megatron_rl.ops import PpoOptions, packed_gae, ppo_loss, reference
+from megatron_rl.ops import PpoOptions, packed_gae, ppo_loss
+from tests.kit import operators as reference
 
 PER_TOKEN = PpoOptions(behavior="mask", behavior_high=5.0, kl_coefficient=0.1)
 PER_SEQUENCE = PpoOptions(sequence_ratio=True, clip_low=0.003, clip_high=0.004)

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, cast
@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from megatron_rl import platform
 from megatron_rl.config import ParallelConfig
+from megatron_rl.platform import cpu
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,7 @@ class Axis:
 class ParallelGroups:
     """Process groups of one parallel layout, which covers all ranks.
 
-    Several layouts may exist, for example one for the policy and one for the critic. `activate` selects which of them
-    megatron.core uses.
+    Policy and critic may have different layouts. `activate` selects the one that megatron.core uses.
 
     For example:
 
@@ -48,7 +48,6 @@ class ParallelGroups:
     pipeline: Axis
     context: Axis
     data: Axis
-    """Data-parallel replicas of the model. Each replica trains on different trajectories."""
     data_context: Axis
     """Data and context axes combined: the ranks over which gradients of dense layers are summed."""
     expert: Axis
@@ -81,10 +80,7 @@ class ParallelGroups:
 
     @functools.cached_property
     def replicas(self) -> tuple[list[int], ...]:
-        """Global ranks of each data-parallel replica, in the order of data ranks.
-
-        Each list starts with the replica's first rank. In the policy's layout, that rank is the rollout rank.
-        """
+        """Global ranks of each data-parallel replica. In the policy's layout, its first rank is the rollout rank."""
         tensor, stages = self.tensor.size * self.context.size, range(self.pipeline.size)
         stage = self.world_size // self.pipeline.size  # megatron.core's rank order: tensor, context, data, pipeline
         return tuple(
@@ -131,10 +127,8 @@ def start(
     """Join the trainer's process group, build a layout and activate it. Collective: every rank calls it.
 
     Without torchrun's environment variables, this process forms a world of size 1. A second call adds another layout
-    over the same ranks. Raises ValueError if the layout does not divide the world size, RuntimeError if another process
-    uses MASTER_PORT.
-    timeout_s: timeout of each collective in every group, both NCCL and gloo.
-    control: the first layout's control group, which a second layout shares.
+    over the same ranks, with the first one's control group. timeout_s is of each collective. Raises ValueError if the
+    layout does not divide the world size, RuntimeError if another process uses MASTER_PORT.
     """
     platform.prepare()
     from megatron.core import parallel_state
@@ -148,8 +142,16 @@ def start(
     timeout = timedelta(seconds=timeout_s)
     if not dist.is_initialized():
         if "WORLD_SIZE" in os.environ:
-            with _port_in_use_is_named():
+            try:
                 dist.init_process_group(platform.backend(), timeout=timeout, **_place_in_world(timeout))
+            except dist.DistNetworkError as error:
+                if "EADDRINUSE" not in str(error):
+                    raise
+                host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+                raise RuntimeError(
+                    f"MASTER_PORT = {port}: another process on {host} listens there, and rank 0 must. Submit the job "
+                    f"again, as another job has another port; with torchrun, set --master-port."
+                ) from error
         else:
             alone = dist.HashStore()  # an in-process store opens no port
             dist.init_process_group(platform.backend(), timeout=timeout, store=alone, rank=0, world_size=1)
@@ -187,15 +189,15 @@ def start(
         upstream_state={name: value for name, value in vars(parallel_state).items() if name.strip("_").isupper()},
     )
     assert groups.rank in groups.replicas[groups.data.rank], "megatron.core orders ranks in another way"
-    platform.let_gloo_listeners_wait()
+    if not platform.has_cuda():
+        cpu.let_gloo_listeners_wait()  # after the groups exist, because their threads must be running
     return groups
 
 
 def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | None:
     """Return the axis of the first rank of each node, or None on the other ranks. Collective: every rank calls it.
 
-    The axis's group supports device tensors, and sends objects through host memory. Raises ValueError if nodes have
-    different numbers of ranks.
+    Its group also sends device tensors. Raises ValueError if nodes have different numbers of ranks.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
     if groups.any(here != groups.least(here)):
@@ -209,11 +211,8 @@ def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | 
 
 
 def stage_heads(groups: ParallelGroups) -> Axis | None:
-    """Return the axis of each pipeline stage's first rank, or None on other ranks. Collective: every rank calls it.
-
-    The axis's group uses gloo.
-    """
-    # the main rank's pipeline group: the stage heads
+    """Return the gloo axis of the stages' first ranks, or None on other ranks. Collective: every rank calls it."""
+    # They are the main rank's pipeline group.
     ranks: list[Any] = [dist.get_process_group_ranks(groups.pipeline.group)]
     dist.broadcast_object_list(ranks, src=0, group=groups.control)
     group = dist.new_group(ranks[0], backend="gloo")
@@ -228,9 +227,8 @@ Cut = tuple[tuple[range, ...], ...]
 def cut_by_upstream(layers: int, stages: int, chunks: int, fields: str) -> Cut:
     """Return how megatron.core splits a model of `layers` layers into a pipeline. Needs no process group.
 
-    Raises ValueError with Megatron's reason if Megatron rejects the split, or if the split does
-    not have every layer exactly once.
-    fields: JSON of the TransformerConfig fields that determine the split.
+    fields: JSON of the TransformerConfig fields that determine the split. Raises ValueError if Megatron rejects the
+    split, with its reason, or if a layer would be missing or repeated.
     """
     platform.prepare()
     from megatron.core.transformer.enums import LayerType
@@ -277,19 +275,15 @@ GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def own_listener(host: str, port: int = 0) -> int | None:
-    """Return the descriptor of a listening socket for a torch store that serves only processes on this host.
+    """Return the descriptor of a listening socket for a torch store, or None if other hosts connect to it.
 
-    By default, a store listens on every address of its host. Returns None if `host` is not a loopback address, because
-    ranks on other hosts may then connect through any address.
+    By default, a store would listen on every address of its host.
     """
     return socket.create_server((host, port)).detach() if host in LOOPBACK else None
 
 
 def check_own_gpu(store: dist.Store, rank: int, gpu: str) -> None:
-    """Raise ValueError if a rank that called before has the same GPU. NCCL would only say `Duplicate GPU detected`.
-
-    gpu: its UUID.
-    """
+    """Raise ValueError if a rank that called before has the GPU with this UUID. NCCL's message would name no rank."""
     first = store.compare_set(f"rank_on_gpu_{gpu}", "", str(rank)).decode()
     if first != str(rank):
         raise ValueError(
@@ -299,9 +293,9 @@ def check_own_gpu(store: dist.Store, rank: int, gpu: str) -> None:
 
 
 def _place_in_world(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of init_process_group for a run on this host alone, or {} for other runs.
+    """Return arguments of init_process_group for a run on this host alone, whose store opens no port to other hosts.
 
-    The arguments contain a store that opens no port to other hosts, unlike torch's default store.
+    Returns {} for other runs.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))
@@ -310,7 +304,7 @@ def _place_in_world(timeout: timedelta) -> dict[str, Any]:
         return {}
     listener = None
     if rank == 0:
-        # This process's previous world may still hold the port. torch then reuses that store or reports an error.
+        # If this process's previous world still holds the port, torch reuses that store or reports an error.
         with contextlib.suppress(OSError):
             listener = own_listener(host, port)
     store = dist.TCPStore(
@@ -319,23 +313,7 @@ def _place_in_world(timeout: timedelta) -> dict[str, Any]:
     return {"store": store, "rank": rank, "world_size": size}
 
 
-@contextlib.contextmanager
-def _port_in_use_is_named() -> Iterator[None]:
-    """Raise RuntimeError in place of torch's error about a port that another process uses."""
-    try:
-        yield
-    except dist.DistNetworkError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        raise RuntimeError(
-            f"MASTER_PORT = {port}: another process on {host} listens there, and rank 0 must. Submit the job again, as "
-            f"another job has another port; with torchrun, set --master-port."
-        ) from error
-
-
 def _control_group(timeout: timedelta) -> dist.ProcessGroup:
-    """Return a new gloo group of all ranks. Collective: every rank calls it."""
     is_lazy = dist.get_world_size() > MESH_RANKS and GLOO_LAZY not in os.environ
     if is_lazy:
         os.environ[GLOO_LAZY] = "1"

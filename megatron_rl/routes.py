@@ -22,8 +22,7 @@ EXPERT_BITS, WEIGHT_BITS = 10, 21
 """Bit widths in an int32 slot with a weight: the expert is in the lowest bits, then the weight in steps of 2^-21."""
 LARGEST_WEIGHT = (1 << WEIGHT_BITS) - 1
 SHIFT_MARGIN = 0.1
-"""Threshold, as a share of all choices. Routes count as shifted if the trainer's choices agree that much more often
-with a neighbouring row's route than with their own row's."""
+"""Routes count as shifted if this share more of the trainer's choices agrees with a neighbouring row's route."""
 SHIFT_CHOICES = 32
 """Minimum number of choices to decide whether routes are shifted."""
 
@@ -39,12 +38,9 @@ class RouteForm:
         routes = form.read(meta_info["routed_experts"], rows=prompt + reply - 1)  # [rows, 3, 2]
     """
 
-    total_layers: int
-    """Layers of the model, including dense layers, for which SGLang sends zeros."""
-    layers: tuple[int, ...]
-    """Numbers of the mixture layers, from 0."""
-    slots: int
-    """Experts per token."""
+    total_layers: int  # including dense layers, for which SGLang sends zeros
+    layers: tuple[int, ...]  # numbers of the mixture layers, from 0
+    slots: int  # experts per token
     experts: int
     has_weights: bool
 
@@ -62,9 +58,9 @@ class RouteForm:
         return -(-self.total_layers * self.slots * 4 * 4 // 3)
 
     def read(self, text: str, rows: int) -> Tensor:
-        """Decode a reply's routes. Returns `[rows, layers, slots]`. Raises ValueError if they are invalid.
+        """Decode SGLang's routes, base64 of int32 `[rows, total_layers, slots]`, into `[rows, layers, slots]`.
 
-        text: base64 of int32 `[rows, total_layers, slots]`, as SGLang sends it.
+        Raises ValueError if they are invalid.
         """
         try:
             found = np.frombuffer(base64.b64decode(text, validate=True), dtype=np.int8)
@@ -78,11 +74,12 @@ class RouteForm:
             )
         slots = torch.from_numpy(found.view(np.int32).reshape(rows, self.total_layers, self.slots)[:, self.layers])
         experts = experts_of(slots) if self.has_weights else slots
-        if bool(((experts < 0) | (experts >= self.experts) | (slots < 0)).any()):
-            wrong = experts[(experts < 0) | (experts >= self.experts) | (slots < 0)][0].item()
-            raise ValueError(f"names expert {wrong}: the model has {self.experts}, from 0")
-        if self.slots > 1 and bool((experts.sort(-1).values.diff(dim=-1) == 0).any()):
-            row, layer = (experts.sort(-1).values.diff(dim=-1) == 0).any(-1).nonzero()[0].tolist()
+        is_unknown = (experts < 0) | (experts >= self.experts) | (slots < 0)
+        if bool(is_unknown.any()):
+            raise ValueError(f"names expert {experts[is_unknown][0].item()}: the model has {self.experts}, from 0")
+        repeats = (experts.sort(-1).values.diff(dim=-1) == 0).any(-1)
+        if bool(repeats.any()):
+            row, layer = repeats.nonzero()[0].tolist()
             raise ValueError(
                 f"names an expert twice, {experts[row, layer].tolist()} in row {row} of layer {self.layers[layer]}: "
                 f"the slots of a token have different ones"
@@ -106,7 +103,6 @@ def experts_of(slots: Tensor) -> Tensor:
 
 
 def weights_of(slots: Tensor) -> Tensor:
-    """Return the weights, float32, of slots with weights."""
     return (slots >> EXPERT_BITS).float() / LARGEST_WEIGHT
 
 
@@ -116,11 +112,7 @@ def with_no_routes(routes: Tensor, rows: int) -> Tensor:
 
 
 def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor, form: RouteForm) -> None:
-    """Raise ValueError if routes do not have this form, or if a row that a trained token depends on has no route.
-
-    The rows before a sequence's last trained token need routes, because that token is predicted from them. Later rows
-    do not. loss_mask: `[N]`. cu_seqlens: `[B + 1]`.
-    """
+    """Raise ValueError if routes do not have this form, or if a row before a sequence's last trained token has none."""
     if routes is None:
         raise ValueError(
             f"algo.routing_replay: the trajectories have no column {COLUMN!r}; a workflow that makes Trajectory itself "
@@ -148,8 +140,8 @@ def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor,
 def shift_fault(agreed: Tensor) -> str:
     """Return an error message if the servers' routes are shifted by a row against the tokens, else ''.
 
-    agreed: `[4]` counts of the trainer's own choices. The first three count choices that are also in the servers' route
-    of the same row, the row before and the row after. The last counts all choices.
+    agreed: `[4]` counts of the trainer's choices: those in the servers' route of the same row, of the row before, of
+    the row after, and all.
     """
     own, before, after, choices = agreed.tolist()
     margin = max(SHIFT_MARGIN, 4.0 / max(choices, 1) ** 0.5)

@@ -1,44 +1,35 @@
 """Supports: the tokens from which a server sampled each token, after top-k, top-p and min-p had excluded the others.
 
-It also holds the adjustments of their logits by penalties and biases.
-
 A reply that was sampled with a cut-off comes from a distribution over few tokens:
 
     log p(token) = logit / temperature - logsumexp of logit / temperature over the support
 
 The trainer computes every log-probability over the server's support: the behaviour policy's, the proximal and current
-policy's, and the reference's. Their ratios and KL terms then compare distributions over the same tokens, and the
-gradient is that of the distribution that was sampled.
+policy's, and the reference's. Their ratios and KL terms then compare distributions over the same tokens. The support is
+recorded as token ids, not as a threshold on logits, because each of these policies has other logits and would get
+another support. `generation.top_k` limits the number of ids, so top-p and min-p are trained only together with it.
 
-The support is recorded as token ids, not as a threshold. A threshold is applied to logits, and each of these policies
-has other logits, so each would get a support of its own: a sampled token could have probability 0 under one of them,
-and a ratio would compare different sets. Even with the server's own weights, rounding in the trainer would move tokens
-at the edge in or out. Ids have neither problem, and their log-probabilities need only the logits of these tokens.
-`generation.top_k` limits their number, which is why top-p and min-p are trained only together with it.
+The batch column `support` is `[N, W]` int32. Row t holds the sampled token itself, then the other tokens of its support
+in the order of their ids, then NO_TOKEN. A row of only NO_TOKEN stands for the whole vocabulary: prompts, and tokens
+that no server sampled. W is twice generation.top_k, because some samplers keep all tokens whose logits are equal to the
+least likely one's.
 
-In a batch, the column `support` is `[N, W]` int32 with 4 W bytes per token. Row t holds the token itself, then the
-other tokens of its support in the order of their ids, then NO_TOKEN. So the sampled token is always part of its
-support. A row of only NO_TOKEN stands for the whole vocabulary: prompts, and tokens that no server sampled. W is twice
-generation.top_k, because some samplers keep all tokens whose logits are equal to the least likely one's.
-
-Penalties and biases change the logits of a support's tokens before they are divided by the temperature:
+Penalties and biases change the logits of a support's tokens before they are divided by the temperature, as in SGLang:
 
     adjusted = scaled(logit - frequency * count - presence * [count > 0]) + bias
     scaled(x) = x * repetition if x < 0 else x / repetition, for tokens with a count above 0; x for others
 
-`count` is how often the request has generated the token before. Prompt tokens do not count, and neither do tokens of
-earlier parts of a reply that was aborted and continued: the server got these as a prompt. This is what SGLang computes.
-The adjustment does not depend on the policy, so it is computed once, when a reply is read. All policies are then
-compared as distributions of adjusted logits over the same tokens.
+`count` is how often the request has generated the token before. Neither prompt tokens nor tokens before an abort, which
+the server got as a prompt, count. The adjustment does not depend on the policy, so it is computed once, when a reply is
+read.
 
-In a batch, the column `adjustment` is `[N, W, P]` float32. P is 1 without a repetition penalty: the number that is
-added. With it P is 3: a number that is added, the penalty (0 if the token has none), and a number that is added then.
-So zeros change nothing. Requests without penalties and biases have no such column.
+The batch column `adjustment` is `[N, W, P]` float32. Without a repetition penalty, P is 1: the number that is added.
+With it, P is 3: a number that is added, the penalty (0 if the token has none), and a number that is added then. So
+zeros change nothing. Requests without penalties and biases have no such column.
 
 Without `generation.top_k`, penalties and biases change the whole vocabulary's distribution. A row then has NO_TOKEN in
 its first place, so that it stands for the whole vocabulary, and in its other places the tokens whose logits are
-changed: those that the reply already has, and those with a bias. W is large enough for a reply of only different
-tokens.
+changed. W is large enough for a reply of only different tokens.
 """
 
 from __future__ import annotations
@@ -63,12 +54,7 @@ SHIFTS_ONLY, WITH_SCALE = 1, 3
 
 @dataclass(frozen=True, kw_only=True)
 class Adjusting:
-    """A request's options that change logits, with SGLang's names and meaning.
-
-    For example:
-
-        Adjusting(frequency_penalty=0.5).adjustments(rows, ids)  # [n, W, 1], of the support's tokens that came before
-    """
+    """A request's options that change logits, with SGLang's names and meaning."""
 
     repetition_penalty: float = 1.0
     frequency_penalty: float = 0.0
@@ -89,10 +75,7 @@ class Adjusting:
         return SHIFTS_ONLY if self.counts or self.logit_bias else 0
 
     def adjustments(self, rows: Tensor, ids: Tensor) -> Tensor | None:
-        """Return the adjustments `[n, W, P]` of supports, or None if there are none.
-
-        rows: `[n, W]` int32 supports. ids: `[n]`, all tokens that the request has generated, in order.
-        """
+        """Return the adjustments `[n, W, P]` of supports `[n, W]`, or None. ids: `[n]`, all generated tokens."""
         if not self.size:
             return None
         counts = np.zeros(rows.shape, dtype=np.int64)
@@ -106,11 +89,7 @@ class Adjusting:
         return torch.from_numpy(found)
 
     def changes(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the adjustments `[n, P]` float32 of tokens `[n]` that a reply already has `counts` `[n]` times.
-
-        The embedded server applies the same numbers in the same order (`ops.support_columns.adjusted`), so its adjusted
-        logits are the trainer's to the bit.
-        """
+        """Return the adjustments `[n, P]` float32 of tokens `[n]` that a reply already has `counts` `[n]` times."""
         found, came = np.zeros((len(tokens), self.size), dtype=np.float32), counts > 0
         # SGLang adds the penalty once for each occurrence, in float32, which differs from a product.
         shifts = summed(self.frequency_penalty, int(counts.max(initial=0)))[counts]
@@ -127,7 +106,7 @@ class Adjusting:
     def changed(self, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
         """Return rows `[n, width]` over the whole vocabulary with their changed tokens, and their adjustments.
 
-        ids: `[n]`, all tokens that the request has generated, in order. Raises ValueError if the tokens do not fit.
+        ids: `[n]`, all generated tokens. Raises ValueError if the changed tokens do not fit.
         """
         sampled, biased = ids.numpy().astype(np.int64), np.array([token for token, _ in self.logit_bias], np.int64)
         tokens = np.union1d(sampled[:-1] if self.counts else [], biased).astype(np.int64)
@@ -136,8 +115,6 @@ class Adjusting:
         found = np.zeros((len(sampled), width, self.size), dtype=np.float32)
         if len(tokens) > width - 1:
             raise ValueError(f"has {len(tokens)} tokens that penalties and biases change, and {width - 1} fit")
-        if not len(tokens) or not len(sampled):
-            return torch.from_numpy(rows), torch.from_numpy(found)
         counts = np.zeros((len(sampled), len(tokens)), dtype=np.int64)
         if self.counts:
             counts[np.arange(1, len(sampled)), np.searchsorted(tokens, sampled[:-1])] = 1
@@ -152,10 +129,7 @@ NOT_ADJUSTED = Adjusting()
 
 
 def counts_before(rows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return rows, places and counts of the supports' tokens that were generated before: three int64 arrays.
-
-    rows: `[n, W]`. ids: `[n]`. The count of rows[t, j] is that in ids[:t]. Only counts above 0 are returned.
-    """
+    """Return (t, j, count) of each token rows[t, j] that is in ids[:t], as three int64 arrays."""
     row, place = np.isin(rows, ids).nonzero()
     # Occurrences as numbers that are sorted by token, then by position.
     occurrences = np.sort((ids.astype(np.int64) << 32) + np.arange(len(ids)))
@@ -213,10 +187,7 @@ def read(masks: Sequence[Any], ids: Tensor, *, width: int, vocab_size: int) -> T
 
 
 def columns(support: Tensor | None, adjustment: Tensor | None, prompt: int) -> dict[str, Tensor]:
-    """Return the columns of a prompt and its reply, by name: none, `support`, or also `adjustment`.
-
-    support, adjustment: those of the reply's tokens. prompt: number of tokens before them.
-    """
+    """Return the columns of a prompt of `prompt` tokens and its reply, given those of the reply if there are any."""
     found = {} if support is None else {COLUMN: torch.cat([whole(prompt, support.shape[1]), support])}
     if adjustment is not None:
         found[ADJUSTMENT] = torch.cat([unchanged(prompt, adjustment), adjustment])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from tensordict import TensorDict
@@ -13,8 +14,7 @@ from torch import Tensor
 from megatron_rl.algo import advantage
 from megatron_rl.algo.aggregation import set_positive_weights, set_row_weights, trained_sequences, trained_tokens
 from megatron_rl.algo.catalogue import find_estimator, find_loss
-from megatron_rl.algo.control import EntropyController
-from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
+from megatron_rl.algo.loss import PolicyLoss, value_clip
 from megatron_rl.algo.registry import TorchLoss
 from megatron_rl.algo.reward_shaping import RewardShaper, token_rewards
 from megatron_rl.algo.selection import high_entropy, keep, share_of
@@ -31,6 +31,35 @@ class Reference(Protocol):
     """Frozen model that computes log-probabilities, such as a MegatronEngine."""
 
     def forward(self, data: TrajectoryBatch, *, temperature: float = 1.0) -> Tensor: ...
+
+
+class EntropyController:
+    """Weight of the entropy bonus: fixed, or adapted to keep the entropy above a target (arXiv 2505.22312).
+
+    Below the target the weight grows by `algo.entropy_step` per step. Above it, it shrinks as much and is not applied.
+    """
+
+    def __init__(self, options: AlgorithmConfig) -> None:
+        self.options, self.value = options, options.entropy_coefficient
+        self.is_below = True  # whether the last measured entropy was at or below the target
+
+    @property
+    def coefficient(self) -> float:
+        return self.value if self.is_below else 0.0
+
+    def update(self, entropy: float) -> None:
+        """Adapt the weight to the step's mean entropy per trained token, in nats."""
+        if self.options.entropy_target > 0:
+            self.is_below = entropy <= self.options.entropy_target
+            step = self.options.entropy_step
+            self.value = max(self.value + (step if self.is_below else -step), 0.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"value": self.value, "is_below": self.is_below}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.options.entropy_target > 0:  # a fixed weight always comes from the config, also after a resume
+            self.value, self.is_below = state["value"], state["is_below"]
 
 
 class PolicyActor:
@@ -59,7 +88,7 @@ class PolicyActor:
         """Find the estimator and the loss. Raises ValueError if a KL term lacks its reference.
 
         shaper: None leaves the rewards unshaped. advantage_args: replaces algo.advantage_args. teacher_coefficient:
-        weight of the teacher's term in the advantages; 0 without a teacher.
+        weight of the teacher's term in the advantages.
         """
         if options.kl_coefficient > 0 and reference is None:
             raise ValueError(
@@ -81,17 +110,19 @@ class PolicyActor:
 
     @property
     def columns_needed(self) -> list[str]:
-        """Token columns `[N]` that `compute_advantages` needs.
+        """Token columns `[N]` that `compute_advantages` needs, from reference, teacher, and policy before its updates.
 
-        `ref_logprobs` come from the reference, `teacher_logprobs` from the teacher. The others come from the policy
-        before the step's updates: `proximal_logprobs`, `cold_logprobs` (at half the temperature) and `entropies`.
+        `cold_logprobs` are the policy's at half the temperature.
         """
         penalizes = self.options.penalizes_reward
-        needed = ["ref_logprobs"] if penalizes else []
-        needed += ["teacher_logprobs"] if self.teacher_coefficient > 0 else []
-        needed += ["proximal_logprobs"] if penalizes or self.loss.chooses else []
-        needed += [name for name in self.estimator.needs if name not in needed]
-        return needed + (["entropies"] if self.options.high_entropy_share < 1 else [])
+        wanted = {
+            "ref_logprobs": penalizes,
+            "teacher_logprobs": self.teacher_coefficient > 0,
+            "proximal_logprobs": penalizes or self.loss.chooses,
+            **dict.fromkeys(self.estimator.needs, True),
+            "entropies": self.options.high_entropy_share < 1,
+        }
+        return [name for name, is_needed in wanted.items() if is_needed]
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
         """Shape the rewards and set `advantages`. Collective: every rank calls it.
@@ -126,16 +157,14 @@ class PolicyActor:
     def compute_logprobs(self, shares: list[TrajectoryBatch]) -> None:
         """Set the proximal and reference log-probs that the loss needs. Call this before the first update.
 
-        The first update needs no proximal log-probs. Its proximal policy is the policy being trained, whose forward
-        pass computes them.
+        In the first update, the proximal policy is the policy being trained, whose forward pass computes them.
         """
         for number, share in enumerate(shares):
             is_known = "proximal_logprobs" in share
             if number > 0 and self.correction.proximal == "recompute" and not is_known:
                 share.tokens["proximal_logprobs"] = self.engine.forward(share, temperature=self.temperature)
             if number > 0 and self.correction.proximal == "loglinear":
-                # Age in updates. Versions count steps, and earlier steps are assumed to have had as many updates as
-                # this one.
+                # Versions count steps. Earlier steps are assumed to have had as many updates as this one.
                 age = (self.engine.get_version() - share["versions"]) * len(shares)
                 share.tokens["proximal_share"] = proximal_share(age, updates_done=number)
             if self.reference is not None and self.options.kl_in == "loss":
@@ -145,8 +174,7 @@ class PolicyActor:
         """Apply one optimizer step per share. Collective: every rank calls it with equally many shares.
 
         targets: a teacher's logits term for each share. The policy version rises by one in total if any update was
-        applied, because the policy is published once per step. So a token's age counts publications since it was
-        sampled.
+        applied, because the policy is published once per step.
         """
         options = replace(self.options, entropy_coefficient=self.entropy.coefficient)
         loss, version = PolicyLoss(options, self.correction), self.engine.get_version()
@@ -185,7 +213,6 @@ class PolicyActor:
             logger.warning("%s: trains nothing, as %s. Look at what it does with logprobs.", name, why)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the adaptive state of reward shaping and entropy control, as JSON."""
         return {"shaper": self.shaper.state_dict(), "entropy": self.entropy.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -194,14 +221,7 @@ class PolicyActor:
 
 
 class Critic:
-    """Value estimator of PPO: computes values, and trains `engine`, which has a value head, on returns.
-
-    For example:
-
-        critic = Critic(engine, config.critic)
-        batch.tokens["values"] = critic.values(batch)  # the estimator gae sets `returns` from them
-        stats = critic.update(shares)
-    """
+    """Value estimator of PPO: computes values, and trains `engine`, which has a value head, on returns."""
 
     def __init__(self, engine: TrainEngine, options: CriticConfig) -> None:
         self.engine, self.options = engine, options
@@ -212,21 +232,19 @@ class Critic:
 
     def update(self, shares: list[TrajectoryBatch]) -> list[StepStats]:
         """Apply one optimizer step per share. Collective: every rank calls it with equally many shares."""
-        loss = ValueLoss(ValueClipLoss(self.options.value_clip))
+        loss = ValueLoss(partial(value_clip, clip=self.options.value_clip))
         return update_each(self.engine, shares, [loss] * len(shares))
 
 
 def has_advantages(share: TrajectoryBatch) -> bool:
-    """Return whether any trained token of the share has a nonzero advantage."""
     return bool((share["advantages"][share["loss_mask"].bool()] != 0).any())
 
 
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
     """Return the proximal policy's position between the behaviour policy (0) and the trained policy (1), `[N]` float32.
 
-    age: `[N]` updates between the behaviour policy and the proximal policy, which is the policy at the beginning of the
-    step. updates_done: updates of this step before this one, at least 1. The log-probability is assumed to move
-    linearly with the updates (A-3PO, arXiv 2512.06547, equation of alpha).
+    age: `[N]` updates between the behaviour policy and the step's first policy. updates_done: updates of this step so
+    far. The log-probability is assumed to move linearly with the updates (A-3PO, arXiv 2512.06547).
     """
     # positions in updates: behaviour policy -before, proximal policy 0, trained policy updates_done
     before = age.clamp_min(0).float()
@@ -239,10 +257,7 @@ def update_each(
     losses: Sequence[LogprobLoss | ValueLoss],
     weigh: Callable[[TensorDict], Tensor] | None = None,
 ) -> list[StepStats]:
-    """Apply one optimizer step per share, and advance the learning rate schedule after each that was not skipped.
-
-    weigh: computes the weight of the loss; the default is the number of trained tokens.
-    """
+    """Apply one optimizer step per share. weigh: computes the loss's weight; default: the number of trained tokens."""
     engine.train()
     stats = []
     for share, loss in zip(shares, losses, strict=True):

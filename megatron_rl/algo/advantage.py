@@ -3,8 +3,8 @@
 `reward_shaping.RewardShaper` sets `scores` `[B]`, one per trajectory, and `token_rewards` `[N]`. An estimator's result
 is then normalised by its own defaults, unless `algo.advantage_mean` or `algo.advantage_std` is set.
 
-Groups are compared by sample. A sample with several dialogues counts once in each mean and deviation, however many
-trajectories it has. Each trajectory is compared by its own score, so agents of one sample keep their own credit.
+A sample with several trajectories counts once in each mean and deviation of its group. Each trajectory is compared by
+its own score, so agents of one sample keep their own credit.
 """
 
 from __future__ import annotations
@@ -71,15 +71,11 @@ def rloo(batch: TrajectoryBatch, *, over_std: bool = False) -> Tensor:
     between = mean_of(scores, batch.samples) - mean_of(scores, group, shares)
     # For n samples with mean m, s minus the mean of the others is s - (n m - s) / (n - 1) = (s - m) n / (n - 1).
     result = own.masked_fill(count == 1, 0.0) + between * count / (count - 1).clamp_min(1.0)
-    return _over_std_of_others(result, batch) if over_std else result
-
-
-def _over_std_of_others(result: Tensor, batch: TrajectoryBatch) -> Tensor:
-    scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
-    count, samples = count_of(group, shares), mean_of(scores, batch.samples)
+    if not over_std:
+        return result
     # With q the sum of squares about the mean of n, the others' sum about theirs is q - (s - m)^2 n / (n - 1).
-    centered = samples - mean_of(scores, group, shares)
-    others = mean_of(centered.square(), group, shares) * count - centered.square() * count / (count - 1).clamp_min(1.0)
+    squares = between.square()
+    others = mean_of(squares, group, shares) * count - squares * count / (count - 1).clamp_min(1.0)
     deviation = (others.clamp_min(0.0) / (count - 2).clamp_min(1.0)).sqrt().masked_fill(count < 3, 0.0)
     largest = torch.zeros(int(group.max()) + 1, dtype=torch.float64).scatter_reduce_(0, group, scores.abs(), "amax")
     differs = deviation > EPS * largest[group]  # a difference of squares keeps half of float64's digits
@@ -87,7 +83,7 @@ def _over_std_of_others(result: Tensor, batch: TrajectoryBatch) -> Tensor:
 
 
 FIXED_POINT = 2.0**32
-"""Weights are summed as integers in units of 1 / FIXED_POINT. The sums of a group are far below the limit of int64."""
+"""Weights are summed as integers in units of 1 / FIXED_POINT, so that the sums are the same in any order."""
 DISCOUNT = {
     "discount": (lambda value: 0 < value <= 1, "must be in (0, 1]; 1 discounts nothing"),
     "level": (lambda value: value in ("token", "turn"), "must be token or turn"),
@@ -96,12 +92,7 @@ CPGD = {
     "weight": (lambda value: value in ("equal", "std", "clip_filter"), "must be equal, std or clip_filter"),
     "most": (lambda value: value >= 1, "must be at least 1; 1 weighs no group more"),
 }
-PASS_AT_K = {
-    "k": (
-        lambda value: isinstance(value, int) and value >= 1,
-        "must be at least 1; 1 is the reward of each reply alone",
-    )
-}
+PASS_AT_K = {"k": (lambda k: isinstance(k, int) and k >= 1, "must be at least 1; 1 is the reward of each reply alone")}
 
 
 @estimator("reinforce", rules=DISCOUNT)
@@ -186,7 +177,6 @@ def otb(batch: TrajectoryBatch) -> Tensor:
     counts = batch.sums_of_tokens(batch["loss_mask"].long())
     longest = torch.zeros(int(group.max()) + 1, dtype=torch.int64).scatter_reduce_(0, group, counts, "amax")
     cell = (longest.cumsum(0) - longest)[group][sequence] + torch.arange(len(trained)) - first
-    # Integer sums are the same in any order, so the advantages are bitwise equal in every layout.
     scale = max(float(scores.abs().max()), 1e-30)
     columns = [weights * earned / scale * FIXED_POINT, weights * FIXED_POINT, torch.ones_like(weights)]
     sums = torch.zeros(int(longest.sum()), 3, dtype=torch.int64)
@@ -365,7 +355,6 @@ def none(batch: TrajectoryBatch) -> Tensor:
 
 
 def members(batch: TrajectoryBatch) -> Tensor:
-    """Return each trajectory's group, numbered from 0 without gaps, `[B]` int64."""
     return group_numbers(batch["group"])
 
 
@@ -386,10 +375,7 @@ def returns(batch: TrajectoryBatch, discount: float, level: str = "token") -> Te
 
 
 def turn_rewards(batch: TrajectoryBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's turn and the bounds of turns, as in turns_of, and each turn's reward.
-
-    A turn's reward is the sum over its tokens, `[turns]` float64.
-    """
+    """Return each token's turn and the bounds of turns, as in turns_of, and each turn's summed reward, float64."""
     mask = batch["loss_mask"]
     turn, bounds = turns_of(mask, batch.cu_seqlens)
     earned = torch.zeros(int(bounds[-1]), dtype=torch.float64)
@@ -399,8 +385,8 @@ def turn_rewards(batch: TrajectoryBatch) -> tuple[Tensor, Tensor, Tensor]:
 def of_teacher(batch: TrajectoryBatch) -> Tensor:
     """Return log p(teacher) - log p of each trained token, `[N]` float64; 0 for other tokens.
 
-    Its negative estimates the reverse KL at a token that the policy sampled. log p is the policy's before the step's
-    updates if known, else the behaviour policy's.
+    log p is the policy's before the step's updates if known, else the behaviour policy's. The negative estimates the
+    reverse KL.
     """
     own = batch["proximal_logprobs" if "proximal_logprobs" in batch else "logprobs"]
     return (batch["teacher_logprobs"].double() - own.double()).masked_fill(~batch["loss_mask"], 0.0)
@@ -425,19 +411,17 @@ def compute(
     mask, contract = batch["loss_mask"].bool(), f"the batch has {', '.join([*batch.sequences, *batch.tokens])}"
     found = call(entry.function, [batch], args, key=f"algo.advantage = {options.advantage!r}", contract=contract)
     mean, std = options.advantage_mean or entry.mean, options.advantage_std or entry.std  # '' uses the entry's default
-    if not isinstance(found, Tensor):
-        raise ValueError(
-            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {type(found).__name__}; "
-            f"must be a tensor, one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
-        )
-    if is_by_trajectory(found, batch):
+    # A rank may happen to hold as many tokens as there are trajectories, so the shapes on all ranks decide.
+    is_other = not isinstance(found, Tensor) or found.shape != (len(batch),)
+    if int(batch.total(torch.tensor([int(is_other)]))) == 0:
         found = batch.spread(normalize(found, batch["group"], shares=sample_shares(batch), mean=mean, std=std))
-    elif found.shape == mask.shape:
+    elif isinstance(found, Tensor) and found.shape == mask.shape:
         found = normalize_tokens(found, batch, mean=mean, std=std)  # untrained tokens may hold any value
     else:
+        returned = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(
-            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {list(found.shape)}; must "
-            f"be one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens."
+            f"algo.advantage = {options.advantage!r}: {described(entry.function)} returned {returned}; must be "
+            f"one number for each of {len(batch)} trajectories, or for each of {len(mask)} tokens, as a tensor."
         )
     if teacher_coefficient > 0:
         found = found.double() + teacher_coefficient * of_teacher(batch)
@@ -449,20 +433,8 @@ def compute(
     batch.tokens["advantages"] = found
 
 
-def is_by_trajectory(found: Tensor, batch: TrajectoryBatch) -> bool:
-    """Return whether a result is `[B]` on all ranks. Collective: every rank calls it.
-
-    One rank may happen to hold as many tokens as there are trajectories, so its own shape does not decide.
-    """
-    return int(batch.total(torch.tensor([int(found.shape != (len(batch),))]))) == 0
-
-
 def _check_finite(values: Tensor, wrong: int, count: int, what: str) -> None:
-    """Raise ValueError for NaN or infinite values.
-
-    Otherwise one such value would turn the advantages of all trajectories compared with it into 0 or NaN. `wrong` and
-    `count` cover the values of all replicas, so that all ranks raise together.
-    """
+    """Raise ValueError on all ranks if `wrong` of the `count` values of all replicas are NaN or infinite."""
     if wrong:
         here = (~values.isfinite()).nonzero()[:, 0].tolist()
         first = f"{what}[{here[0]}] = {float(values[here[0]])}, and" if here else f"{what}:"

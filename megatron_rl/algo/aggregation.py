@@ -1,8 +1,7 @@
 """Aggregation of the rows' losses into one number: a weight for each row, and the divisor of the sum.
 
-The weights are computed from whole trajectories before packing. The divisor is counted over all microbatches and ranks.
-So the result does not depend on how trajectories are divided over microbatches and ranks. A trajectory counts if it has
-a trained token.
+Weights are computed before packing, and the divisor is counted over all microbatches and ranks. So the result does not
+depend on how trajectories are divided. A trajectory counts if it has a trained token.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ DEMONSTRATED = "demonstrated"
 def set_row_weights(batch: TrajectoryBatch, options: AlgorithmConfig) -> None:
     """Set `row_weights` `[N]` float32 for a mean over trajectories.
 
-    sequence_mean averages each trajectory's mean loss (GRPO), sequence_sum averages each trajectory's summed loss.
-    constant averages each trajectory's summed loss divided by algo.aggregation_length (Dr. GRPO, arXiv 2503.20783).
-    token_mean, the mean over all tokens (DAPO, arXiv 2503.14476), needs no weights.
+    sequence_mean averages trajectories' mean losses (GRPO), sequence_sum their summed losses, and constant their summed
+    losses divided by algo.aggregation_length (Dr. GRPO, arXiv 2503.20783). token_mean (DAPO, arXiv 2503.14476) needs no
+    weights.
     """
     mask = predicted(batch)
     weights = torch.ones(len(mask))
@@ -67,8 +66,7 @@ def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: Algor
 
     A trajectory is positive if its reward in `rewards`, `[B]`, is at least algo.positive_reward. The weighted sum over
     the step, divided like the policy's loss, is algo.positive_weight times the mean over positive trajectories. Return
-    the share of positive trajectories, counted in tokens or in trajectories as the aggregation does. The batch is the
-    whole step's. Collective: every rank calls it.
+    their share of the step's tokens or trajectories, whichever the aggregation counts. Collective: every rank calls it.
     """
     mask = predicted(batch)
     counts = batch.sums_of_tokens(mask)  # [B]
@@ -82,13 +80,14 @@ def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: Algor
 
 def trained_sequences(rows: TensorDict) -> Tensor:
     """Return the loss weight for means over trajectories: the number of sequences with a trained row, 0-dim int64."""
-    return (sums_by_sequence(is_trained(rows).long(), rows) > 0).sum()
+    return (sums_by_sequence(is_trained(rows).long(), rows["cu_seqlens"]) > 0).sum()
 
 
-def sums_by_sequence(values: Tensor, rows: TensorDict) -> Tensor:
+def sums_by_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Sum a microbatch's rows by sequence, `[T]` -> `[B]`."""
-    bounds = rows["cu_seqlens"].long()
-    # Row t belongs to the first sequence whose end is above t.
-    sequence = torch.bucketize(torch.arange(len(values), device=values.device), bounds[1:], right=True)  # [T]
-    sums = torch.zeros(len(bounds) - 1, dtype=values.dtype, device=values.device)
-    return sums.index_add(0, sequence, values)
+    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence_of_rows(values, cu_seqlens), values)
+
+
+def sequence_of_rows(values: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """Return the index of the sequence that contains each row, `[T]` int64: the first one that ends after the row."""
+    return torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:].long(), right=True)

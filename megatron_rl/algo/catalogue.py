@@ -19,15 +19,11 @@ from megatron_rl.config.users_code import call
 def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> Estimator:
     """Return the estimator called `name`, or the one that an import path `package.module:name` points to.
 
-    import_from: the config's run.import_from. None allows every path; pass it only if the path was already checked
-    against run.import_from.
-
+    import_from: the config's run.import_from. None, for a path that was already checked, allows every path.
     Raises ValueError if there is no such estimator, or if its function does not accept `args` or one of their values.
     """
-    entry = _find(name, ESTIMATORS, import_from, key="algo.advantage", kind="estimator")
-    entry = entry if isinstance(entry, Estimator) else Estimator(entry)  # the path points to a plain function
-    _check_arguments(entry.function, 1, args, key="algo.advantage", rules=entry.rules)
-    return entry
+    found: Estimator = _find(name, args, import_from, ESTIMATORS, Estimator, key="algo.advantage", kind="estimator")
+    return found
 
 
 def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> FusedLoss | TorchLoss:
@@ -35,57 +31,64 @@ def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | N
 
     A plain function becomes a torch loss that treats each row by itself.
     """
-    entry = _find(name, LOSSES, import_from, key="algo.loss", kind="loss")
-    entry = entry if isinstance(entry, FusedLoss | TorchLoss) else TorchLoss(entry)
-    _check_arguments(entry.function, _values_given(entry), args, key="algo.loss", rules=entry.rules)
-    return entry
+    found: FusedLoss | TorchLoss = _find(
+        name, args, import_from, LOSSES, TorchLoss, FusedLoss, key="algo.loss", kind="loss"
+    )
+    return found
 
 
 def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> PreferenceLoss:
-    """Return the pair loss with this name or import path, bound to `args`. A trial call on one pair checks both."""
-    entry = _find(name, PAIR_LOSSES, import_from, key="preference.loss", kind="loss")
-    entry = entry if isinstance(entry, PairLoss) else PairLoss(entry)
-    _check_arguments(entry.function, 1, args, key="preference.loss")
-    # Pair losses check their arguments when called. The trial shows a wrong one before any process group exists.
+    """Return the pair loss with this name or import path, bound to `args`.
+
+    A trial call on one pair checks its results before any process group exists. Raises ValueError as `find_estimator`.
+    """
+    entry = _find(name, args, import_from, PAIR_LOSSES, PairLoss, key="preference.loss", kind="loss")
     ones = torch.ones(1, 2)
     pairs, contract = Pairs(values=-ones, log_ratios=-ones, tokens=ones), "so it was for one pair, as a trial"
     result = call(entry.function, [pairs], args, key=f"preference.loss = {name!r}", contract=contract)
-    if not (isinstance(result, tuple) and len(result) == 2 and all(isinstance(it, torch.Tensor) for it in result)):
+    parts = result if isinstance(result, tuple) else (result,)
+    found = [tuple(it.shape) if isinstance(it, torch.Tensor) else type(it).__name__ for it in parts]
+    if found != [(1,), (1, 2)]:
         raise ValueError(
-            f"preference.loss = {name!r}: {described(entry.function)} returned {type(result).__name__}; return two "
+            f"preference.loss = {name!r}: {described(entry.function)} returned {found} for one pair; return two "
             f"tensors, `[P]` losses and `[P, 2]` rewards."
-        )
-    losses, rewards = result
-    if losses.shape != (1,) or rewards.shape != (1, 2):
-        raise ValueError(
-            f"preference.loss = {name!r}: made {tuple(losses.shape)} losses and {tuple(rewards.shape)} rewards of one "
-            f"pair; return `[P]` losses and `[P, 2]` rewards."
         )
     return PreferenceLoss(entry, args)
 
 
-def _find(name: str, catalogue: dict[str, Any], import_from: Sequence[str] | None, *, key: str, kind: str) -> Any:
-    if ":" not in name:
-        if name not in catalogue:
-            raise ValueError(
-                f"{key} = {name!r}: must be one of {', '.join(catalogue)}, or an import path package.module:name of "
-                f"your own."
-            )
-        return catalogue[name]
-    found = resolve(name, key=key, kind=kind, import_from=import_from)
-    if not (callable(found) or isinstance(found, Estimator | FusedLoss | TorchLoss | PairLoss)):
-        raise ValueError(f"{key} = {name!r}: is a {type(found).__name__}; must be a function.")
-    return found
+def _find(
+    name: str,
+    args: dict[str, Any],
+    import_from: Sequence[str] | None,
+    catalogue: dict[str, Any],
+    *kinds: type,
+    key: str,
+    kind: str,
+) -> Any:
+    """Return an entry of the catalogue, or from an import path. A plain function becomes the first of `kinds`."""
+    if ":" in name:
+        entry = resolve(name, key=key, kind=kind, import_from=import_from)
+        if callable(entry):
+            entry = kinds[0](entry)
+        elif not isinstance(entry, kinds):
+            raise ValueError(f"{key} = {name!r}: is a {type(entry).__name__}; must be a function.")
+    elif name in catalogue:
+        entry = catalogue[name]
+    else:
+        raise ValueError(
+            f"{key} = {name!r}: must be one of {', '.join(catalogue)}, or an import path package.module:name of your "
+            f"own."
+        )
+    _check_arguments(entry.function, _values_given(entry), args, key=key, rules=entry.rules)
+    return entry
 
 
-def _values_given(loss: FusedLoss | TorchLoss) -> int:
-    """Return how many arguments the trainer passes to a loss's function before the user's own."""
-    return 1 if isinstance(loss, FusedLoss) else 2
+def _values_given(entry: Any) -> int:
+    """Return how many arguments the trainer passes to an entry's function before the user's own."""
+    return 2 if isinstance(entry, TorchLoss) else 1
 
 
-def _check_arguments(
-    function: Callable[..., Any], given: int, args: dict[str, Any], *, key: str, rules: Rules | None = None
-) -> None:
+def _check_arguments(function: Callable[..., Any], given: int, args: dict[str, Any], *, key: str, rules: Rules) -> None:
     try:
         inspect.signature(function).bind(*[None] * given, **args)  # binds the arguments without calling the function
     except TypeError as error:
@@ -93,7 +96,7 @@ def _check_arguments(
             f"{key}_args = {args}: {error}; the arguments of {key} are "
             f"{', '.join(options_of(function, given)) or 'none'}."
         ) from error
-    for name, (holds, rule) in (rules or {}).items():
+    for name, (holds, rule) in rules.items():
         if name in args and not _holds(holds, args[name]):
             raise ValueError(f"{key}_args.{name} = {args[name]!r}: {rule}.")
 
@@ -115,39 +118,35 @@ def options_of(function: Callable[..., Any], given: int) -> list[str]:
 class Row:
     """One line of the catalogue."""
 
-    key: str
-    """Config key it is used for: algo.advantage, algo.loss or preference.loss."""
+    key: str  # algo.advantage, algo.loss or preference.loss
     name: str
     formula: str
     source: str
     options: tuple[str, ...]
     runs: str
-    """An estimator's default normalisation, a policy loss's implementation, or the model that a pair loss trains."""
+    """Default normalisation of an estimator, implementation of a policy loss, or model that a pair loss trains."""
 
 
 def rows() -> list[Row]:
     """Return the whole catalogue: estimators, policy losses, pair losses."""
     table = []
-    for name, entry in ESTIMATORS.items():
-        how = f"mean: {entry.mean}, std: {entry.std}"
-        table.append(_row("algo.advantage", name, entry.function, 1, how))
-    for name, way in LOSSES.items():
-        how = "fused operator" if isinstance(way, FusedLoss) else "torch"
-        table.append(_row("algo.loss", name, way.function, _values_given(way), how))
+    for name, estimator in ESTIMATORS.items():
+        table.append(_row("algo.advantage", name, estimator, f"mean: {estimator.mean}, std: {estimator.std}"))
+    for name, loss in LOSSES.items():
+        table.append(_row("algo.loss", name, loss, "fused operator" if isinstance(loss, FusedLoss) else "torch"))
     for name, pairs in PAIR_LOSSES.items():
-        how = "a reward model" if pairs.head == "value" else "a policy"
-        table.append(_row("preference.loss", name, pairs.function, 1, how))
+        table.append(_row("preference.loss", name, pairs, "a reward model" if pairs.head == "value" else "a policy"))
     return table
 
 
-def _row(key: str, name: str, function: Callable[..., Any], given: int, how: str) -> Row:
-    lines = inspect.getdoc(function).splitlines()  # type: ignore[union-attr]  # a test asks every entry for one
+def _row(key: str, name: str, entry: Any, runs: str) -> Row:
+    lines = inspect.getdoc(entry.function).splitlines()  # type: ignore[union-attr]  # a test asks every entry for one
     source = next(line.removeprefix("Source: ") for line in lines if line.startswith("Source: "))
-    return Row(key, name, lines[0].rstrip("."), source.rstrip("."), tuple(options_of(function, given)), how)
+    options = options_of(entry.function, _values_given(entry))
+    return Row(key, name, lines[0].rstrip("."), source.rstrip("."), tuple(options), runs)
 
 
 def table() -> str:
-    """Return the catalogue as text for a terminal."""
     text, widest = [], max(len(row.name) for row in rows())
     for key in dict.fromkeys(row.key for row in rows()):
         text.append(f"{key}, d = r(chosen) - r(rejected):" if key == "preference.loss" else f"{key}:")

@@ -10,16 +10,16 @@ from math import inf
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.torch_losses import LossRows, mean_of_sequence, sequence_of_rows, sum_of_sequence
+from megatron_rl.algo.aggregation import sequence_of_rows
+from megatron_rl.algo.torch_losses import LossRows, mean_of_sequence, sum_of_sequence
 from megatron_rl.config import CorrectionConfig
 from megatron_rl.ops.reference import bounded
 
 
 def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Return each row's bounded weight p(proximal) / p(behaviour), and whether it was out of bounds: `[T]` each.
+    """Return each row's weight p(proximal) / p(behaviour), and whether it was out of bounds: `[T]` each.
 
-    `correction` sets the bounds. An infinite log weight exceeds the upper or the lower bound, according to its sign. A
-    row whose log weight is NaN has weight 0.
+    An infinite log weight is out of bounds. A row whose log weight is NaN has weight 0.
     """
     log_weight, unknown = log_weights(rows)
     if correction.weight == "off":
@@ -43,7 +43,7 @@ def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     """Return which trained rows lose their advantage because they are too far from the behaviour policy: `[T]` bool.
 
     `negative_bound` rejects whole sequences, as in DeepSeek-V3.2 (arXiv 2512.02556): those whose mean distance exceeds
-    the bound and whose advantages have a negative sum. The sum decides, since advantages may differ between tokens.
+    the bound and whose advantages have a negative sum.
     """
     left_out = log_weights(rows)[1]  # rows whose weight is NaN are always rejected
     if correction.negative_bound > 0:
@@ -72,20 +72,13 @@ def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
         return mean_of_sequence(distance, rows.trained & ~unknown, rows.cu_seqlens)
     if correction.reject_level == "sum":
         return sum_of_sequence(distance, rows.cu_seqlens)
-    return largest_of_sequence(distance.abs(), rows.cu_seqlens)
+    sequence = sequence_of_rows(distance, rows.cu_seqlens)
+    largest = distance.new_zeros(len(rows.cu_seqlens) - 1).scatter_reduce(0, sequence, distance.abs(), "amax")
+    return largest[sequence]
 
 
 def log_weights(rows: LossRows) -> tuple[Tensor, Tensor]:
-    """Return log p(proximal) - log p(behaviour), with NaN replaced by 0, and a mask of the NaNs: `[T]` each.
-
-    The difference may be infinite.
-    """
+    """Return log p(proximal) - log p(behaviour), with NaN replaced by 0, and a mask of the NaNs: `[T]` each."""
     log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
     unknown = log_weight.isnan()
     return log_weight.masked_fill(unknown, 0.0), unknown
-
-
-def largest_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the largest value of its sequence's rows, at least 0: `[T]`."""
-    sequence = sequence_of_rows(values, cu_seqlens)
-    return values.new_zeros(len(cu_seqlens) - 1).scatter_reduce(0, sequence, values, "amax")[sequence]

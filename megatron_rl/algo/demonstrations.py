@@ -1,13 +1,11 @@
 """Imitation: a weighted -log p loss on tokens that the policy did not sample, in addition to the policy loss.
 
-The batch column `demonstrated`, float32 `[N]`, holds an imitated token's weight and 0 for all other tokens. The loss of
-an update is
+The batch column `demonstrated`, float32 `[N]`, has an imitated token's weight, and 0 for others. An update's loss is
 
     loss = policy loss + weight * sum of demonstrated_t * -log p_t / number of demonstrated tokens
 
-The policy loss is divided according to algo.aggregation. Both divisors are counted over all microbatches and ranks of
-the update. The engine divides the whole sum by the policy loss's divisor. To make up for it, `scaled` multiplies the
-column by that divisor, and divides by the number of demonstrated tokens.
+Both divisors are counted over all microbatches and ranks of the update. The engine divides the whole sum by the policy
+loss's divisor, so `scaled` multiplies the column by that divisor and divides by the number of demonstrated tokens.
 """
 
 from __future__ import annotations
@@ -61,8 +59,7 @@ def scaled(share: TrajectoryBatch, weight: float, total: Tensor) -> TrajectoryBa
 
 
 NEUTRAL = {"teacher_place": -1, "versions": -1, support.COLUMN: support.NO_TOKEN}
-"""Fill values of columns for tokens that were not sampled or scored. All other columns are filled with 0. Without a
-support, a demonstrated token's loss is over the whole vocabulary."""
+"""Fill values of columns for tokens that were not sampled or scored. All other columns are filled with 0."""
 
 
 def _like(share: TrajectoryBatch, rows: TrajectoryBatch) -> TrajectoryBatch:

@@ -1,8 +1,7 @@
 """Fused policy losses, meant for large runs. Each is a setting of the operator `ops.ppo_loss`.
 
-The operator computes loss, gradient and statistics in one pass over the rows. Losses that treat each row by itself run
-in the chunks of the output layer. The functions here compute nothing; they only select the operator's mode. In the
-formulas, u is p(policy) / p(proximal) of a row and A its advantage.
+The operator computes loss, gradient and statistics in one pass over the rows. In the formulas, u is p(policy) /
+p(proximal) of a row and A its advantage.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class PolicyLoss:
     options: AlgorithmConfig
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     has_gradient: set[bool] = field(default_factory=set, compare=False)
-    """Collects, over all calls of the torch loss, whether the returned tensor depended on the policy."""
+    """Whether the torch loss depended on the policy: the answers of all calls."""
 
     @cached_property
     def entry(self) -> FusedLoss | TorchLoss:  # cached, since every chunk of every microbatch reads it
@@ -50,11 +50,7 @@ class PolicyLoss:
 
     @cached_property
     def terms(self) -> PpoOptions:
-        """The operator's options.
-
-        The operator computes all of a fused loss. For a torch loss it gets advantages of 0, and computes only the KL
-        and entropy terms and the statistics.
-        """
+        """The operator's options. For a torch loss, it computes only the KL and entropy terms and the statistics."""
         options, correction = self.options, self.correction
         own = PpoOptions(mode="reinforce")  # for a torch loss: -A log p with A = 0 has no policy term
         if isinstance(self.entry, FusedLoss):
@@ -79,10 +75,9 @@ class PolicyLoss:
 
     @property
     def weighs_products(self) -> bool:
-        """True if the behaviour weights are products over sequences.
+        """True if the behaviour weights are products over sequences, which the operator does not support.
 
-        The operator does not support such weights. They are multiplied into the advantages instead, because every loss
-        is linear in the advantages' size.
+        They are multiplied into the advantages, because every loss is linear in the advantages' size.
         """
         return self.correction.weight != "off" and self.correction.level == "product"
 
@@ -100,10 +95,9 @@ class PolicyLoss:
         """Return the loss summed over the trained rows, and the sums of its statistics.
 
         rows: `advantages`, `loss_mask`, `logprobs` (behaviour); `ref_logprobs` for a KL term; `cu_seqlens` if the loss
-        is by sequence; `row_weights` for means over trajectories. The proximal log-probs are `proximal_logprobs` if
-        present. If `proximal_share` is present instead, they are interpolated by that fraction from the behaviour
-        policy to the current policy. In the step's first update both columns are absent, and the proximal policy is the
-        current one.
+        is by sequence; `row_weights` for means over trajectories; `proximal_logprobs`, or `proximal_share` to
+        interpolate them by that fraction from the behaviour policy to the current one. Without both, as in the step's
+        first update, the proximal policy is the current one.
         """
 
         def column(name: str) -> Tensor:
@@ -223,10 +217,9 @@ def _columns(rows: TensorDict, trained: Tensor, dtype: torch.dtype) -> dict[str,
 def _without_unknown(
     rows: LossRows, proximal: Tensor | None, behavior: Tensor
 ) -> tuple[LossRows, Tensor | None, Tensor]:
-    """Remove the policy term from rows whose weight is NaN: set their advantage to 0 and their ratio to 1.
+    """Set the advantage to 0 and the ratio to 1 in rows whose weight is NaN, so that no NaN reaches the loss.
 
-    Otherwise the NaN would reach the loss, since 0 times NaN is NaN. The behaviour log-prob passed to the operator
-    stays NaN, because the operator counts such rows.
+    The behaviour log-prob passed to the operator stays NaN, because the operator counts such rows.
     """
     unknown, own = log_weights(rows)[1], rows.logprobs.detach()
     rows = replace(
@@ -238,14 +231,14 @@ def _without_unknown(
     return rows, None if proximal is None else own.where(unknown, proximal), behavior.masked_fill(unknown, nan)
 
 
-def value_clip(
-    values: Tensor, old_values: Tensor, returns: Tensor, loss_mask: Tensor, *, clip: float
-) -> tuple[Tensor, Sums]:
+def value_clip(values: Tensor, rows: TensorDict, *, clip: float) -> tuple[Tensor, Sums]:
     """Return the sum of max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2: PPO's clipped value loss.
 
-    A value that has moved more than `clip` since the step began gets no gradient to move further. clip = 0 disables the
-    bound. The sums of R, R^2, R - v and (R - v)^2 can be added over ranks, and then give the explained variance.
+    rows: the `returns` R, and the `values` from before the step's first update. A value that has moved more than `clip`
+    since then gets no gradient to move further. clip = 0 disables the bound. The sums of R, R^2, R - v and (R - v)^2
+    can be added over ranks, and then give the explained variance.
     """
+    old_values, returns, loss_mask = rows["values"], rows["returns"], rows["labels"] >= 0
     errors = (returns - values).masked_fill(~loss_mask, 0.0)
     loss = errors.square()
     sums: Sums = {}
@@ -269,14 +262,3 @@ def explained_variance(sums: Mapping[str, float], count: float) -> float:
     variance = sums["squared_returns"] / count - (sums["returns"] / count) ** 2  # E[R^2] - E[R]^2
     residual = sums["squared_errors"] / count - (sums["errors"] / count) ** 2
     return 1.0 - residual / variance if variance > 1e-12 else 0.0
-
-
-@dataclass(frozen=True)
-class ValueClipLoss:
-    """The critic's loss as a ValueLoss function: `ValueLoss(ValueClipLoss(clip=0.2))`."""
-
-    clip: float
-
-    def __call__(self, values: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
-        """Return `value_clip` of the rows. rows: `returns`, and `values` from before the step's first update."""
-        return value_clip(values, rows["values"], rows["returns"], rows["labels"] >= 0, clip=self.clip)

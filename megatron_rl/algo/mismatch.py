@@ -69,11 +69,10 @@ def _class_of(values: Tensor, classes: dict[str, int]) -> Tensor:
 def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
     """Return means over the tokens of all ranks, from sums and maxima combined over the ranks.
 
-    mean and max are of |d| in nats. k1 = mean of -d and k3 = mean of w - 1 - d estimate KL(server || trainer). ess is
-    the effective sample size as a share of the tokens, (sum w)^2 / (n sum w^2). chi2 = mean w^2 - 1 is the chi-squared
-    distance. equal, near and beyond are shares of the tokens: both log-probabilities have the same bits, differ by at
-    most NEAR, or differ by more. Classes by age and position have mean, max, k3 and equal, if they have tokens.
-    not_finite counts tokens whose difference is NaN or infinite, which no other metric includes; it is absent if 0.
+    mean, max: of |d| in nats. k1 = mean of -d and k3 = mean of w - 1 - d: estimates of KL(server || trainer). ess: the
+    effective sample size as a share of the tokens. chi2: the chi-squared distance. equal, near, beyond: shares of the
+    tokens with equal bits, a difference of at most NEAR, and a larger one. not_finite: number of tokens whose
+    difference is NaN or infinite, which no other metric includes; absent if 0. Classes by age and position have fewer.
     """
     found: dict[str, float] = {"mismatch/not_finite": sums[0, -1].item()} if sums[0, -1] > 0 else {}
     for name, row, most in zip(CLASSES, sums.tolist(), largest.tolist(), strict=True):
@@ -90,10 +89,9 @@ def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
 
 
 def check_alarm(found: dict[str, float], threshold: float, *, is_skipped: bool = False) -> None:
-    """Raise RuntimeError if trainer and servers differ by more than `threshold` nats. 0 disables the threshold.
+    """Raise RuntimeError if trainer and servers differ by more than `threshold` nats (0: no threshold).
 
-    A NaN or infinite difference raises at any threshold. is_skipped: True if the update was already skipped and
-    counted; then only finite differences raise.
+    A NaN or infinite difference raises at any threshold, unless the update was already skipped and counted.
     """
     # Prefer tokens of the current policy. Older ones also differ because the policy has moved.
     key = "mismatch/mean_age_0" if "mismatch/mean_age_0" in found else "mismatch/mean"

@@ -1,7 +1,7 @@
 """Means and standard deviations over groups of trajectories and over whole batches, in float64.
 
-A batch covers all data-parallel ranks. A sum over tokens is a sum of per-trajectory sums, added in the trajectories'
-order. So the sum is bitwise the same, whichever ranks hold the tokens.
+A batch covers all data-parallel ranks. A sum over tokens adds per-trajectory sums in the trajectories' order, so it is
+bitwise the same, whichever ranks hold the tokens.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ EPS = 1e-6
 """Added to standard deviations. A deviation below this share of the largest value is rounding error and counts as 0."""
 
 
-def group_numbers(group: Tensor) -> Tensor:
-    """Return each entry's group, numbered from 0 without gaps, `[K]` int64."""
-    numbers: Tensor = torch.unique(group, return_inverse=True)[1]
+def group_numbers(*columns: Tensor) -> Tensor:
+    """Return each entry's group, numbered from 0 without gaps, `[K]` int64. In a group, all columns are equal."""
+    if not len(columns[0]):
+        return torch.zeros(0, dtype=torch.int64)
+    numbers: Tensor = torch.unique(torch.stack(columns, dim=1), dim=0, return_inverse=True)[1]
     return numbers
 
 
 def mean_of(values: Tensor, member: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return for each entry its group's weighted mean, `[K]` float64.
-
-    If the weights of a group sum to 0, its mean is unweighted.
-    """
+    """Return for each entry its group's weighted mean, `[K]` float64; unweighted if the weights sum to 0."""
     values, size = values.double(), int(member.max()) + 1 if len(member) else 0
     ones = torch.ones_like(values)
     weights = ones if weights is None else weights.double()
@@ -37,10 +36,7 @@ def mean_of(values: Tensor, member: Tensor, weights: Tensor | None = None) -> Te
 
 
 def shares_of(sample: Tensor) -> Tensor:
-    """Return, for each entry, 1 / (number of entries of its sample), `[K]` float64.
-
-    As weights, these count every sample once.
-    """
+    """Return 1 / (number of entries of the sample) for each entry, `[K]` float64: weights that count a sample once."""
     return 1.0 / torch.bincount(sample).double()[sample]
 
 
@@ -52,8 +48,7 @@ def count_of(member: Tensor, shares: Tensor | None = None) -> Tensor:
 def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Tensor | None = None) -> Tensor:
     """Return for each entry its group's standard deviation, `[K]` float64; 0 if the values differ only by rounding.
 
-    correction: 1 divides by n - 1, 0 by n. A group of one has deviation 0. shares: `shares_of` the samples, to count n
-    in samples.
+    correction: 1 divides by n - 1, 0 by n. shares: `shares_of` the samples, to count n in samples.
     """
     values = values.double()
     squares = (values - mean_of(values, member, shares)).square()
@@ -70,11 +65,10 @@ def normalize(values: Tensor, group: Tensor, *, mean: str, std: str, shares: Ten
     """Return (v - mean) / (std + eps): `[K]` -> `[K]` float64.
 
     mean, std: `group` or `batch` computes the statistic over each entry's group or over the batch; `none` omits it.
-
     shares: `shares_of` the entries' samples, to count each sample once.
 
-    A group's deviation divides by n - 1, a batch's by n. A group's deviation is always about the group's mean, and a
-    batch's about the batch's mean, whichever mean is subtracted. Division by a deviation of 0 results in 0.
+    A group's deviation is about the group's mean and divides by n - 1. A batch's is about the batch's mean and divides
+    by n. Division by a deviation of 0 results in 0.
     """
     result, everything = values.double(), torch.zeros_like(group)
     places = {"group": group_numbers(group), "batch": everything}
@@ -109,10 +103,7 @@ def _mean_of_tokens(values: Tensor, batch: TrajectoryBatch, counts: Tensor, memb
 def _deviation_of_tokens(
     values: Tensor, batch: TrajectoryBatch, counts: Tensor, member: Tensor, *, correction: int
 ) -> Tensor:
-    """Return the standard deviation over trained tokens of each trajectory's group, `[N]` -> `[B]`.
-
-    See `deviation_of`.
-    """
+    """Return the standard deviation over trained tokens of each trajectory's group, `[N]` -> `[B]`."""
     mask = batch["loss_mask"].bool()
     centered = (values - batch.spread(_mean_of_tokens(values, batch, counts, member))).masked_fill(~mask, 0.0)
     squares, count = _sum_of(batch.sums_of_tokens(centered.square()), member), _sum_of(counts, member)

@@ -1,8 +1,7 @@
 """Losses on pairs of replies to one prompt, one preferred to the other, and their computation by an engine.
 
-A batch of pairs holds the chosen and the rejected reply of each pair next to each other, in this order. The column
-`pair` numbers the pairs, so that packing keeps each pair in one microbatch. In the formulas, r is a reply's implicit
-reward, d = r(chosen) - r(rejected), and s is the sigmoid.
+A batch holds each pair's chosen and rejected reply next to each other, in this order. The column `pair` numbers the
+pairs. In the formulas, r is a reply's implicit reward, d = r(chosen) - r(rejected), and s is the sigmoid.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megatron_rl.algo.aggregation import sums_by_sequence
-from megatron_rl.algo.registry import PairLoss, pair_loss
+from megatron_rl.algo.registry import PairLoss, Rules, above_0, pair_loss
 from megatron_rl.api import LogprobLoss, ValueLoss
 from megatron_rl.config.users_code import call
 
@@ -45,11 +44,19 @@ class Pairs:
 
 
 def margins(rewards: Tensor) -> Tensor:
-    """Return the chosen reply's reward minus the rejected one's, `[P, 2]` -> `[P]`."""
     return rewards[:, 0] - rewards[:, 1]
 
 
-@pair_loss("dpo", needs_reference=True)
+BETA: Rules = {"beta": (above_0, "must be above 0")}
+PER_TOKEN: Rules = {"per_token": (lambda value: isinstance(value, bool), "must be true or false")}
+DPO: Rules = {
+    "label_smoothing": (lambda value: 0 <= value < 0.5, "must be in [0, 0.5)"),
+    "sft": (lambda value: value >= 0, "must be at least 0; 0 disables the term"),
+}
+KTO: Rules = {name: (lambda value: value >= 0, "must be at least 0") for name in ("desirable", "undesirable")}
+
+
+@pair_loss("dpo", needs_reference=True, rules={**BETA, **PER_TOKEN, **DPO})
 def dpo(
     pairs: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0, per_token: bool = False, sft: float = 0.0
 ) -> tuple[Tensor, Tensor]:
@@ -60,17 +67,13 @@ def dpo(
     chosen reply likely; nll is its -log p per token (arXiv 2404.19733).
     Source: arXiv 2305.18290
     """
-    _check("beta", beta, beta > 0, "above 0")
-    _check("label_smoothing", label_smoothing, 0 <= label_smoothing < 0.5, "in [0, 0.5)")
-    _check("per_token", per_token, isinstance(per_token, bool), "true or false")
-    _check("sft", sft, sft >= 0, "at least 0; 0 disables the term")
     rewards = beta * (pairs.log_ratios / pairs.tokens if per_token else pairs.log_ratios)
     d = margins(rewards)
     losses = -(1 - label_smoothing) * logsigmoid(d) - label_smoothing * logsigmoid(-d)
     return losses - sft * pairs.values[:, 0] / pairs.tokens[:, 0], rewards
 
 
-@pair_loss("ipo", needs_reference=True)
+@pair_loss("ipo", needs_reference=True, rules={**BETA, **PER_TOKEN})
 def ipo(pairs: Pairs, *, beta: float = 0.1, per_token: bool = False) -> tuple[Tensor, Tensor]:
     """(d - 1 / (2 beta))^2, r = log(p / p_reference), with per_token divided by the reply's tokens.
 
@@ -78,13 +81,11 @@ def ipo(pairs: Pairs, *, beta: float = 0.1, per_token: bool = False) -> tuple[Te
     as the intention.
     Source: arXiv 2310.12036
     """
-    _check("beta", beta, beta > 0, "above 0")
-    _check("per_token", per_token, isinstance(per_token, bool), "true or false")
     rewards = pairs.log_ratios / pairs.tokens if per_token else pairs.log_ratios
     return (margins(rewards) - 1 / (2 * beta)).square(), rewards
 
 
-@pair_loss("kto", needs_reference=True)
+@pair_loss("kto", needs_reference=True, rules={**BETA, **KTO})
 def kto(
     pairs: Pairs, *, beta: float = 0.1, point: float = 0.0, desirable: float = 1.0, undesirable: float = 1.0
 ) -> tuple[Tensor, Tensor]:
@@ -94,22 +95,17 @@ def kto(
     to other prompts of the batch. Here the point is an option, so that a pair's loss does not depend on its neighbours.
     Source: arXiv 2402.01306
     """
-    _check("beta", beta, beta > 0, "above 0")
-    weights = {"desirable": desirable, "undesirable": undesirable}
-    for name, weight in weights.items():
-        _check(name, weight, weight >= 0, "at least 0")
     rewards = beta * pairs.log_ratios
     chosen, rejected = rewards.unbind(1)
     return desirable * torch.sigmoid(point - chosen) + undesirable * torch.sigmoid(rejected - point), rewards
 
 
-@pair_loss("simpo")
+@pair_loss("simpo", rules=BETA)
 def simpo(pairs: Pairs, *, beta: float = 2.0, margin: float = 1.0) -> tuple[Tensor, Tensor]:
     """-log s(d - margin), r = beta log(p) / n, n the reply's tokens; without a reference.
 
     Source: arXiv 2405.14734
     """
-    _check("beta", beta, beta > 0, "above 0")
     rewards = beta * pairs.values / pairs.tokens
     return -logsigmoid(margins(rewards) - margin), rewards
 
@@ -123,20 +119,9 @@ def bradley_terry(pairs: Pairs) -> tuple[Tensor, Tensor]:
     return -logsigmoid(margins(pairs.values)), pairs.values
 
 
-def _check(name: str, value: float | bool, holds: bool, rule: str) -> None:
-    if not holds:
-        raise ValueError(f"preference.loss_args: {name} = {value!r}: must be {rule}.")
-
-
 @dataclass(frozen=True)
 class PreferenceLoss:
-    """The configured pair loss, summed over the pairs of a microbatch.
-
-    For example:
-
-        loss = find_pair_loss("simpo", {"beta": 2.0})
-        stats = engine.train_batch(pairs, loss.for_engine(), pairs_of)  # the mean over the pairs of all ranks
-    """
+    """The configured pair loss, summed over the pairs of a microbatch."""
 
     entry: PairLoss
     args: dict[str, Any]
@@ -172,18 +157,15 @@ class PreferenceLoss:
 
 
 def pairs_of(rows: TensorDict) -> Tensor:
-    """Return the loss weight: the number of pairs in a microbatch, 0-dim int64.
-
-    A microbatch without pairs holds a single untrained sequence.
-    """
-    sequences = len(rows["cu_seqlens"]) - 1
+    """Return the loss weight: the number of pairs in a microbatch, 0-dim int64."""
+    sequences = len(rows["cu_seqlens"]) - 1  # a single one, untrained, if there is no pair
     assert sequences == 1 or sequences % 2 == 0, f"{sequences} sequences are no pairs: packing has parted some"
     return torch.tensor(sequences // 2)
 
 
 def _by_pair(values: Tensor, rows: TensorDict) -> Tensor:
     """Sum over each sequence, `[T]` -> `[P, 2]`."""
-    sums, count = sums_by_sequence(values, rows), int(pairs_of(rows))
+    sums, count = sums_by_sequence(values, rows["cu_seqlens"]), int(pairs_of(rows))
     # packing keeps chosen and rejected replies adjacent; an idle microbatch has no pair
     return sums[: 2 * count].view(count, 2)
 

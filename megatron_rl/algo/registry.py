@@ -21,7 +21,7 @@ from megatron_rl.config.rules import ENTERED
 from megatron_rl.ops import PpoOptions
 
 Rules = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""For each option name: a check of its value, and the rule to print when the check fails."""
+"""For each option of an entry's function: a check of its value, and the rule to print when the check fails."""
 
 
 def above_0(value: Any) -> bool:
@@ -39,10 +39,9 @@ class Estimator:
     inputs are the shaped rewards `scores` `[B]` and `token_rewards` `[N]`, the prompt's number `group` `[B]`, and
     `loss_mask` `[N]`, which is True for trained tokens.
 
-    `[B]` columns hold the whole step's trajectories on every rank. `[N]` columns hold only the tokens that this rank's
-    replica trains. `batch.sums_of_tokens` sums tokens per trajectory. Its result is correct for all trajectories on
-    every rank, and every rank must call it. Trajectories of the same sample (`batch.samples`) count once when `[B]`
-    results are normalised.
+    `[B]` columns hold the whole step's trajectories on every rank, `[N]` columns only the tokens that this rank's
+    replica trains. `batch.sums_of_tokens`, which every rank must call, sums the tokens of all trajectories. The
+    trajectories of a sample (`batch.samples`) count once when `[B]` results are normalised.
 
         @estimator(mean="group", std="group")  # algo.advantage: my_package.mine:squared
         def squared(batch: TrajectoryBatch) -> Tensor:
@@ -56,10 +55,8 @@ class Estimator:
     compares_group: bool = False
     """Whether the estimator compares the replies to one prompt, and so needs several of them."""
     needs: tuple[str, ...] = ()
-    """Further token columns that the estimator needs: `proximal_logprobs`, or `cold_logprobs` (at half the
-    temperature). Both come from the policy before the step's updates."""
+    """Further columns: `proximal_logprobs`, or `cold_logprobs` (at half the temperature), before the step's updates."""
     rules: Rules = field(default_factory=dict)
-    """Validation rules for algo.advantage_args."""
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,6 @@ class FusedLoss:
     """select(batch, **algo.loss_args) returns `[N]` bool: the tokens that keep their advantage. The batch has the
     estimator's columns and `proximal_logprobs`."""
     rules: Rules = field(default_factory=dict)
-    """Validation rules for algo.loss_args."""
 
     @property
     def chooses(self) -> bool:
@@ -96,15 +92,12 @@ class TorchLoss:
 
     function: Callable[..., Tensor]
     by_sequence: bool = False
-    """Whether a row's loss depends on other rows of its sequence. The loss then gets whole sequences and their
-    bounds."""
+    """Whether a row's loss depends on other rows of its sequence. It then gets whole sequences and their bounds."""
     select: Callable[..., Tensor] | None = None
     """As in `FusedLoss`."""
     mark: Callable[..., Tensor] | None = None
-    """Called like `select`, but all tokens keep their advantage. The loss reads the returned mask as
-    `LossRows.marked`."""
+    """Called like `select`, but all tokens keep their advantage. The loss reads the mask as `LossRows.marked`."""
     rules: Rules = field(default_factory=dict)
-    """Validation rules for algo.loss_args."""
 
     @property
     def chooses(self) -> bool:
@@ -124,6 +117,7 @@ class PairLoss:
     """`policy`: computed from log-probabilities. `value`: computed from scores; the model becomes a reward model."""
     needs_reference: bool = False
     """Whether the loss compares the model with its state before the first update."""
+    rules: Rules = field(default_factory=dict)
 
 
 ESTIMATORS: dict[str, Estimator] = {}
@@ -136,10 +130,7 @@ Entry = TypeVar("Entry")
 def _entering(
     catalogue: dict[str, Any], kind: str, name: str, make: Callable[[Callable[..., Any]], Entry]
 ) -> Callable[[Callable[..., Any]], Entry]:
-    """Return a decorator that turns a function into an entry, registered under `name` unless that is empty.
-
-    Configs of this process may then use that name.
-    """
+    """Return a decorator that turns a function into an entry, which configs of this process may then name."""
 
     def decorate(function: Callable[..., Any]) -> Entry:
         entry = make(function)
@@ -151,46 +142,25 @@ def _entering(
     return decorate
 
 
-def estimator(
-    name: str = "",
-    *,
-    mean: str = "none",
-    std: str = "none",
-    compares_group: bool = False,
-    needs: tuple[str, ...] = (),
-    rules: Rules | None = None,
-) -> Callable[[Callable[..., Tensor]], Estimator]:
-    """Turn a function into an estimator. A name registers it in the catalogue."""
-    make = partial(Estimator, mean=mean, std=std, compares_group=compares_group, needs=needs, rules=rules or {})
-    return _entering(ESTIMATORS, "estimator", name, make)
+def estimator(name: str = "", **fields: Any) -> Callable[[Callable[..., Tensor]], Estimator]:
+    """Turn a function into an estimator. A name registers it in the catalogue. fields: those of `Estimator`."""
+    return _entering(ESTIMATORS, "estimator", name, partial(Estimator, **fields))
 
 
-def fused_loss(
-    name: str = "", *, select: Callable[..., Tensor] | None = None, rules: Rules | None = None
-) -> Callable[[Callable[..., PpoOptions]], FusedLoss]:
-    """Turn a function into a fused loss. A name registers it in the catalogue."""
-    return _entering(LOSSES, "loss", name, partial(FusedLoss, select=select, rules=rules or {}))
+def fused_loss(name: str = "", **fields: Any) -> Callable[[Callable[..., PpoOptions]], FusedLoss]:
+    """Turn a function into a fused loss. A name registers it in the catalogue. fields: those of `FusedLoss`."""
+    return _entering(LOSSES, "loss", name, partial(FusedLoss, **fields))
 
 
-def torch_loss(
-    name: str = "",
-    *,
-    by_sequence: bool = False,
-    select: Callable[..., Tensor] | None = None,
-    mark: Callable[..., Tensor] | None = None,
-    rules: Rules | None = None,
-) -> Callable[[Callable[..., Tensor]], TorchLoss]:
+def torch_loss(name: str = "", **fields: Any) -> Callable[[Callable[..., Tensor]], TorchLoss]:
     """Turn a function into a loss in plain torch. A name registers it in the catalogue.
 
     Only configs of this process know the name. Other processes, such as those started by `megatron-rl launch`, need an
-    import path: algo.loss=my_module:mine.
+    import path: algo.loss=my_module:mine. fields: those of `TorchLoss`.
     """
-    make = partial(TorchLoss, by_sequence=by_sequence, select=select, mark=mark, rules=rules or {})
-    return _entering(LOSSES, "loss", name, make)
+    return _entering(LOSSES, "loss", name, partial(TorchLoss, **fields))
 
 
-def pair_loss(
-    name: str = "", *, head: str = "policy", needs_reference: bool = False
-) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
-    """Turn a function into a pair loss. A name registers it in the catalogue."""
-    return _entering(PAIR_LOSSES, "pair_loss", name, partial(PairLoss, head=head, needs_reference=needs_reference))
+def pair_loss(name: str = "", **fields: Any) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
+    """Turn a function into a pair loss. A name registers it in the catalogue. fields: those of `PairLoss`."""
+    return _entering(PAIR_LOSSES, "pair_loss", name, partial(PairLoss, **fields))

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron_rl.algo.control import KLController
 from megatron_rl.algo.normalize import group_numbers, mean_of, shares_of
 from megatron_rl.algo.turns import turns_of
 from megatron_rl.config import AlgorithmConfig, RewardShapingConfig
@@ -35,8 +34,7 @@ class RunningMoments:
         values = values.double()
         count, mean = len(values), float(values.mean())
         delta, total = mean - self.mean, self.count + count
-        # Sum of squares about the common mean: both parts' own sums, plus the distance of their means weighted by both
-        # sizes.
+        # Sum of squares about the common mean: both parts' own sums, plus the weighted distance of their means.
         self.squares += float((values - mean).square().sum()) + delta**2 * self.count * count / total
         self.mean += delta * count / total
         self.count = total
@@ -48,11 +46,33 @@ class RunningMoments:
         self.count, self.mean, self.squares = state["count"], state["mean"], state["squares"]
 
 
+class KLController:
+    """Weight of the KL penalty in the reward: fixed, or adapted to a target KL (Ziegler, arXiv 1909.08593)."""
+
+    def __init__(self, options: AlgorithmConfig) -> None:
+        self.options, self.coefficient = options, options.kl_coefficient
+
+    def update(self, kl: float, trajectories: int) -> None:
+        """Multiply the coefficient by 1 + clip(kl / target - 1, -0.2, 0.2) min(trajectories / horizon, 1).
+
+        kl: mean per trained token. The min keeps the coefficient positive in a step longer than the horizon.
+        """
+        if self.options.kl_target > 0:
+            error = min(max(kl / self.options.kl_target - 1.0, -0.2), 0.2)
+            self.coefficient *= 1.0 + error * min(trajectories / self.options.kl_horizon, 1.0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if self.options.kl_target > 0:  # a fixed coefficient always comes from the config, also after a resume
+            self.coefficient = state["coefficient"]
+
+
 class RewardShaper:
     """Computes `scores` `[B]` and `token_rewards` `[N]`, and keeps the state of the adaptive shaping steps.
 
-    If the workflow reports a greedy reply's reward, the same shaping turns it into `greedy_score` `[B]`, but without a
-    KL penalty.
+    A greedy reply's reward becomes `greedy_score` `[B]` by the same shaping, without a KL penalty.
 
         shaper = RewardShaper(config.reward_shaping, config.algo, longest_reply=config.generation.max_new_tokens)
         shaper(batch)
@@ -63,8 +83,7 @@ class RewardShaper:
         """Start without history. longest_reply: length in tokens at which the overlong penalty is largest."""
         self.options, self.algo, self.longest_reply = options, algo, longest_reply
         self.moments, self.kl = RunningMoments(), KLController(algo)
-        self.last: dict[str, float] = {}
-        """Metrics of the last batch."""
+        self.last: dict[str, float] = {}  # metrics of the last batch
 
     def __call__(self, batch: TrajectoryBatch) -> None:
         """Shape the rewards of a batch, and update the adaptive state.
@@ -75,7 +94,10 @@ class RewardShaper:
         by_token = token_rewards(batch)
         raw = batch.sums_of_tokens(by_token) if "rewards" in batch.tokens else batch["rewards"].double()
         longest, total = self._lengths(batch)
-        scores = self._shaped(raw, batch, longest, total)
+        scores = self._by_length(raw, longest, total)
+        if self.options.running != "none":
+            self.moments.add(means_of_fresh(batch, scores))  # this batch is included in its own scaling
+        scores = self._scaled(scores)
         if "greedy_reward" in batch:
             batch.sequences["greedy_score"] = self._of_greedy(batch)
         if TURN_REWARDS in batch.tokens:
@@ -100,14 +122,6 @@ class RewardShaper:
         total = batch.sums_of_tokens(written_tokens(batch).long())
         return longest_replies(batch), total
 
-    def _shaped(self, raw: Tensor, batch: TrajectoryBatch, longest: Tensor, total: Tensor) -> Tensor:
-        scores = raw
-        if self._is_by_length:
-            scores = self._by_length(raw, longest, total)
-        if self.options.running != "none":
-            self.moments.add(means_of_fresh(batch, scores))  # this batch is included in its own scaling
-        return self._scaled(scores)
-
     @property
     def _is_by_length(self) -> bool:
         options = self.options
@@ -127,28 +141,24 @@ class RewardShaper:
             )
         return self._scaled(self._by_length(scores, batch["greedy_tokens"], batch["greedy_tokens"]))
 
-    def _by_length(self, scores: Tensor, longest: Tensor, total: Tensor) -> Tensor:
-        """Apply the options that depend on lengths.
+    def _by_length(self, rewards: Tensor, longest: Tensor, total: Tensor, *, with_penalty: bool = True) -> Tensor:
+        """Apply the options that depend on lengths to rewards `[K]`.
 
-        longest: `[B]` tokens of each trajectory's longest reply. total: `[B]` tokens of all its replies.
+        longest: `[K]` tokens of the trajectory's longest reply. total: `[K]` tokens of all its replies.
         """
         options = self.options
         if options.cut_off_share < 1:
-            scores = torch.where(longest >= self.longest_reply, options.cut_off_share * scores, scores)
-        if options.overlong_buffer > 0:
+            rewards = torch.where(longest >= self.longest_reply, options.cut_off_share * rewards, rewards)
+        if options.overlong_buffer > 0 and with_penalty:
             # DAPO's penalty (arXiv 2503.14476): 0 before the buffer, whole at the longest reply, linear in between.
             over = (longest - (self.longest_reply - options.overlong_buffer)) / options.overlong_buffer
-            scores = scores - options.overlong_penalty * over.double().clamp(0.0, 1.0)
-        return scores / total.clamp_min(1) if options.per_token else scores
+            rewards = rewards - options.overlong_penalty * over.double().clamp(0.0, 1.0)
+        return rewards / total.clamp_min(1) if options.per_token else rewards
 
     def _times(self, rewards: Tensor, longest: Tensor, total: Tensor) -> Tensor:
-        """Apply the shaping's factors to rewards `[K]`, given the lengths `[K]` of their trajectories."""
-        options = self.options
-        if options.cut_off_share < 1:
-            rewards = torch.where(longest >= self.longest_reply, options.cut_off_share * rewards, rewards)
-        if options.per_token:
-            rewards = rewards / total.clamp_min(1)
-        return rewards / self.moments.std if options.running != "none" and self.moments.std > 0 else rewards
+        """Multiply rewards `[K]` by the shaping's factors, without what it adds. The lengths are as in `_by_length`."""
+        rewards = self._by_length(rewards, longest, total, with_penalty=False)
+        return rewards / self.moments.std if self.options.running != "none" and self.moments.std > 0 else rewards
 
     def _scaled(self, scores: Tensor) -> Tensor:
         options = self.options
@@ -163,7 +173,6 @@ class RewardShaper:
         divergence = KL[self.algo.kl_estimator](batch["proximal_logprobs"].double(), batch["ref_logprobs"].double())
         divergence = divergence.masked_fill(~mask, 0.0)
         count = int(batch.total(mask.sum()))
-        # summed per trajectory, so that all ranks add in one order
         mean = float(batch.sums_of_tokens(divergence).sum()) / max(count, 1)
         return self.kl.coefficient * divergence, mean
 
@@ -183,8 +192,8 @@ def means_of_fresh(batch: TrajectoryBatch, scores: Tensor) -> Tensor:
 def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:
     """Add a reward model's `[B]` scores, times `coefficient`, to the workflow's rewards.
 
-    The column `model_rewards` keeps the scores. If rewards are by token, a score is added on the last trained token,
-    and dropped if there is none. If they are by turn, it is added to the last turn.
+    The column `model_rewards` keeps the scores. If rewards are by token or by turn, a score is added to the last
+    trained token, and dropped if there is none.
     """
     batch.sequences["model_rewards"] = scores
     if TURN_REWARDS in batch.tokens:
@@ -196,11 +205,7 @@ def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) ->
 
 
 def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Return the batch without its greedy replies, i.e. without the trajectories whose `is_greedy` is 1.
-
-    The greedy rewards, including a reward model's scores, become the `greedy_reward` `[B]` of their groups' other
-    trajectories.
-    """
+    """Return the batch without its greedy replies, whose rewards become their groups' `greedy_reward` `[B]`."""
     if "is_greedy" not in batch:
         return batch
     is_greedy = batch["is_greedy"]
@@ -213,10 +218,9 @@ def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def token_rewards(batch: TrajectoryBatch) -> Tensor:
-    """Return the workflow's rewards by token, `[N]` float64.
+    """Return the workflow's rewards by token, `[N]` float64, 0 on untrained tokens.
 
-    Rewards by token are 0 on untrained tokens. A turn's reward stays in its turn. A trajectory's single reward goes
-    on its last trained token.
+    A turn's reward stays in its turn. A trajectory's single reward goes on its last trained token.
     """
     if "rewards" in batch.tokens:
         return batch["rewards"].double().masked_fill(~batch["loss_mask"], 0.0)
@@ -226,10 +230,7 @@ def token_rewards(batch: TrajectoryBatch) -> Tensor:
 
 
 def where_they_arose(values: Tensor, batch: TrajectoryBatch) -> Tensor:
-    """Move each value on an untrained token to the last trained token before it, `[N]` -> `[N]`.
-
-    A value is dropped if its trajectory has no trained token before it.
-    """
+    """Move each value on an untrained token to its trajectory's last trained token before it, or drop it: `[N]`."""
     trained, place = batch["loss_mask"].nonzero()[:, 0], values.nonzero()[:, 0]
     before = torch.searchsorted(trained, place, right=True) - 1  # index among the trained tokens
     has_one = before >= 0
@@ -239,20 +240,16 @@ def where_they_arose(values: Tensor, batch: TrajectoryBatch) -> Tensor:
 
 
 def written_tokens(batch: TrajectoryBatch) -> Tensor:
-    """Return which tokens the model wrote, `[N]` bool.
+    """Return which tokens the model wrote, `[N]` bool: those with a version, and all trained tokens.
 
-    The loss may exclude some of them, because they are too old or are trained in another trajectory. Only sampled
-    tokens have a version. A workflow without versions (from_padded) writes -1 for all tokens, and then trained tokens
-    count as written.
+    The loss may exclude written tokens that are too old or are trained in another trajectory. A workflow without
+    versions (from_padded) writes -1 for all tokens.
     """
     return batch["loss_mask"] | (batch["versions"] >= 0)
 
 
 def longest_replies(batch: TrajectoryBatch) -> Tensor:
-    """Return the tokens of each trajectory's longest reply, `[B]` int64.
-
-    generation.max_new_tokens bounds each reply by itself.
-    """
+    """Return the tokens of each trajectory's longest reply, `[B]` int64."""
     turn, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
     lengths = torch.bincount(turn[turn >= 0], minlength=int(bounds[-1]))  # [turns]
     trajectory = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())

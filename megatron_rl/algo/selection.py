@@ -18,22 +18,18 @@ from megatron_rl.types import TrajectoryBatch
 def high_entropy(batch: TrajectoryBatch, *, share: float, level: str) -> Tensor:
     """Keep the `share` of trained tokens with the highest entropy, of each sequence or of the batch: `[N]` bool.
 
-    Keeps ceil(share n) of n tokens; ties go to the earlier token. `entropies` are the policy's before the step's
-    updates.
+    Keeps ceil(share n) of n tokens; ties go to the earlier token.
     Source: arXiv 2506.01939
     """
-    trained = batch["loss_mask"].nonzero()[:, 0]
-    kept = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
     if level == "batch":
-        most = int(_share_of(share, batch.total(torch.tensor(len(trained)))))
-        falling = 2**32 - 1 - _rising_keys(batch["entropies"][trained])
-        kept[trained] = _first_that_fit(falling, torch.zeros_like(trained), batch, trained, lambda n, _: n <= most)
-        return kept
+        return _highest(batch["entropies"], share, batch)
+    trained = batch["loss_mask"].nonzero()[:, 0]
     sequence = batch.sequence_ids[trained]
     by_entropy = batch["entropies"][trained].argsort(descending=True, stable=True)
     order = by_entropy[sequence[by_entropy].argsort(stable=True)]  # within each sequence, the highest first
     count = torch.bincount(sequence)
     rank = torch.arange(len(order)) - (count.cumsum(0) - count)[sequence[order]]  # rank within the sequence
+    kept = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
     kept[trained[order[rank < _share_of(share, count)[sequence[order]]]]] = True
     return kept
 
@@ -66,18 +62,11 @@ def highest_covariance(batch: TrajectoryBatch, *, share: float = 2e-3, **_: floa
 
     Source: arXiv 2505.22617, KL-Cov
     """
-    trained = batch["loss_mask"].nonzero()[:, 0]
-    most = int(_share_of(share, batch.total(torch.tensor(len(trained)))))
-    falling = 2**32 - 1 - _rising_keys(covariances(batch)[trained])
-    chosen = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
-    chosen[trained] = _first_that_fit(falling, torch.zeros_like(trained), batch, trained, lambda n, _: n <= most)
-    return chosen
+    return _highest(covariances(batch), share, batch)
 
 
 def but_covariant(batch: TrajectoryBatch, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> Tensor:
     """Keep the trained tokens except a `share` of them, drawn from those with `covariances` in [low, high]: `[N]` bool.
-
-    If fewer tokens are in the range, all tokens in the range are dropped.
 
     Source: arXiv 2505.22617, Clip-Cov
     """
@@ -109,10 +98,7 @@ def covariances(batch: TrajectoryBatch) -> Tensor:
 
 
 def _drawn_keys(batch: TrajectoryBatch, places: Tensor) -> Tensor:
-    """Return pseudo-random keys from 0 to 2^32 - 1, `[n]` int64, hashed from token, position and behaviour log-prob.
-
-    They depend only on the data, so they are the same in every layout and in a repeated step.
-    """
+    """Return pseudo-random keys from 0 to 2^32 - 1, `[n]` int64, that depend only on the tokens, not on the layout."""
     bits = batch["logprobs"][places].float().view(torch.int32).long() & 0xFFFFFFFF
     keys = torch.zeros_like(bits)
     for part in (places - batch.cu_seqlens[batch.sequence_ids[places]], batch["input_ids"][places].long(), bits):
@@ -122,10 +108,19 @@ def _drawn_keys(batch: TrajectoryBatch, places: Tensor) -> Tensor:
     return keys
 
 
-def _rising_keys(values: Tensor) -> Tensor:
-    """Map float32 `[n]` to int64 keys `[n]` from 0 to 2^32 - 1 in the same order. NaN is the largest."""
-    bits = (values.float() + 0.0).view(torch.int32).long()  # + 0.0 turns -0 into 0
-    return torch.where(bits < 0, ~bits & 0x7FFFFFFF, bits | 0x80000000)
+def _highest(values: Tensor, share: float, batch: TrajectoryBatch) -> Tensor:
+    """Choose the `share` of the step's trained tokens with the highest float32 values: `[N]` bool. NaN is the highest.
+
+    Ties go to the earlier token. Collective: every rank calls it.
+    """
+    trained = batch["loss_mask"].nonzero()[:, 0]
+    most = int(_share_of(share, batch.total(torch.tensor(len(trained)))))
+    bits = (values[trained].float() + 0.0).view(torch.int32).long()  # + 0.0 turns -0 into 0
+    rising = torch.where(bits < 0, ~bits & 0x7FFFFFFF, bits | 0x80000000)  # from 0 to 2^32 - 1, in the values' order
+    chosen = torch.zeros(len(batch["loss_mask"]), dtype=torch.bool)
+    falling, nothing = 2**32 - 1 - rising, torch.zeros_like(rising)
+    chosen[trained] = _first_that_fit(falling, nothing, batch, trained, lambda n, _: n <= most)
+    return chosen
 
 
 def _first_that_fit(
@@ -133,12 +128,12 @@ def _first_that_fit(
 ) -> Tensor:
     """Order the tokens of all replicas by ascending key, and select the longest prefix that fits: `[n]` bool.
 
-    Ties go to the earlier token. No replica sees another's tokens. A radix search finds the last selected key: each
-    round adds up a histogram of 8 key bits over all replicas. Collective: every rank calls it.
+    Ties go to the earlier token. A radix search finds the last selected key: each round adds up a histogram of 8 key
+    bits over all replicas. Collective: every rank calls it.
 
     keys: `[n]` int64 from 0 to 2^32 - 1. weights: `[n]` int64 below 2^48, the same for equal keys, in units of 4^(the
     key's highest 8 bits), so that their sums are exact in any order. places: `[n]`, the tokens' indices. fits(count,
-    total): must be monotonic, so that it stays False for every extension of a prefix that does not fit.
+    total): stays False for every extension of a prefix that does not fit.
     """
     # split so that the sums fit into int64
     parts = torch.stack([torch.ones_like(keys), weights >> 24, weights & 0xFFFFFF], dim=1)

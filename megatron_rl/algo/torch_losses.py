@@ -1,8 +1,7 @@
 """Policy losses in plain torch, the kind that users write: functions that return each row's loss.
 
-The trainer adds KL and entropy terms, behaviour weights and aggregation. The tensors are `[T]`, small compared with the
-logits. A loss that treats each row by itself is called once per chunk of the output layer. In the formulas, u is
-p(policy) / p(proximal) of a row and A its advantage.
+The trainer adds KL and entropy terms, behaviour weights and aggregation. A loss by row is called once per chunk of the
+output layer. In the formulas, u is p(policy) / p(proximal) of a row and A its advantage.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from math import inf, log, log1p
 import torch
 from torch import Tensor
 
+from megatron_rl.algo.aggregation import sequence_of_rows, sums_by_sequence
 from megatron_rl.algo.registry import SHARE, above_0, torch_loss
 from megatron_rl.algo.selection import highest_covariance
 from megatron_rl.config import AlgorithmConfig
@@ -43,14 +43,11 @@ class LossRows:
     marked: Tensor | None = None
     """bool: the tokens selected by the loss's own `mark`, if it was declared with one."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    """All `[T]` columns of the microbatch by name, including those a workflow put into `Trajectory.tokens`.
-
-    Entry t belongs to the token `labels[t]`. Integers and bools keep their dtype.
-    """
+    """All `[T]` columns of the microbatch by name, including those a workflow put into `Trajectory.tokens`. Entry t
+    belongs to the token `labels[t]`. Integers and bools keep their dtype."""
 
     @property
     def log_ratio(self) -> Tensor:
-        """Log of the ratio u."""
         return self.logprobs - self.proximal_logprobs
 
     @property
@@ -152,13 +149,7 @@ def kl_cov(rows: LossRows, options: AlgorithmConfig, *, share: float = 2e-3, wei
 
 def sum_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return for each row the sum over its sequence's rows, `[T]`. Values must be 0 in untrained rows."""
-    sequence = sequence_of_rows(values, cu_seqlens)
-    return values.new_zeros(len(cu_seqlens) - 1).index_add(0, sequence, values)[sequence]
-
-
-def sequence_of_rows(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the index of the sequence that contains each row, `[T]` int64."""
-    return torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:], right=True)
+    return sums_by_sequence(values, cu_seqlens)[sequence_of_rows(values, cu_seqlens)]
 
 
 def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:

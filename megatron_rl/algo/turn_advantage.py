@@ -1,7 +1,7 @@
 """Advantage estimators that compare single turns of dialogues, or trajectories of one agent.
 
-A turn is a reply with at least one trained token. Turns are compared over the whole step. Each rank fills in a table,
-with a few numbers per turn, for its own tokens. The tables are summed, so all ranks compute the same results.
+A turn is a reply with at least one trained token. Each rank fills in a table, with a few numbers per turn, for its own
+tokens. The tables are summed, so all ranks compute the same results.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron_rl.algo.normalize import group_numbers, normalize, shares_of
 from megatron_rl.algo.registry import estimator
 from megatron_rl.algo.reward_shaping import written_tokens
-from megatron_rl.algo.turns import first_of_turn, turns_of
+from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.ops import packed_discounted_returns
 from megatron_rl.types import TrajectoryBatch, prefix_sums
 
@@ -37,10 +37,11 @@ def turn_norm(batch: TrajectoryBatch, *, discount: float = 1.0, std: bool = True
     Source: arXiv 2511.14846; by agent arXiv 2510.11062
     """
     turns = Turns.of(batch, discount=discount)
-    cell = cells(by_agent(batch)[turns.trajectory], turns.number)
-    shares = shares_of(cells(batch.samples[turns.trajectory], cell))
+    cell = group_numbers(by_agent(batch)[turns.trajectory], turns.number)
+    shares = shares_of(group_numbers(batch.samples[turns.trajectory], cell))
     scale = "group" if std else "none"
-    return turns.spread(normalize(turns.returns, cell, mean="group", std=scale, shares=shares), batch)
+    values = normalize(turns.returns, cell, mean="group", std=scale, shares=shares)
+    return spread_over_turns(values, turns.place)
 
 
 @estimator("gigpo", compares_group=True, rules=DISCOUNT | STD | GIGPO)
@@ -64,9 +65,9 @@ def gigpo(
     turns, members = Turns.of(batch, discount=discount, anchor=anchor), by_agent(batch)
     scale = "group" if std else "none"
     episodes = normalize(batch["scores"], members, mean="group", std=scale, shares=shares_by_agent(batch))
-    state = cells(members[turns.trajectory], *turns.state)
+    state = group_numbers(members[turns.trajectory], *turns.state)
     steps = normalize(turns.returns, state, mean="group", std=scale)
-    return batch.spread(episodes) + weight * turns.spread(steps, batch)
+    return batch.spread(episodes) + weight * spread_over_turns(steps, turns.place)
 
 
 @estimator("agent_norm", compares_group=True, rules=STD)
@@ -87,23 +88,15 @@ def agent_norm(batch: TrajectoryBatch, *, std: bool = True) -> Tensor:
 
 
 def by_agent(batch: TrajectoryBatch) -> Tensor:
-    """Number each trajectory's group, or each pair of group and agent if trajectories name one: `[B]` int64."""
+    """Number the groups, or the pairs of group and agent if trajectories name their agent: `[B]` int64."""
     if "agent" not in batch.sequences:
         return group_numbers(batch["group"])
-    return cells(batch["group"], group_numbers(batch["agent"]))
+    return group_numbers(batch["group"], group_numbers(batch["agent"]))
 
 
 def shares_by_agent(batch: TrajectoryBatch) -> Tensor:
     """Return 1 / the number of trajectories with the same sample and agent, `[B]` float64."""
-    return shares_of(cells(batch.samples, by_agent(batch)))
-
-
-def cells(*columns: Tensor) -> Tensor:
-    """Return an id for each row of the columns `[K]`, from 0 without gaps: `[K]` int64. Equal rows share an id."""
-    if not len(columns[0]):
-        return torch.zeros(0, dtype=torch.int64)
-    numbers: Tensor = torch.unique(torch.stack(columns, dim=1), dim=0, return_inverse=True)[1]
-    return numbers
+    return shares_of(group_numbers(batch.samples, by_agent(batch)))
 
 
 @dataclass(frozen=True)
@@ -115,11 +108,6 @@ class Turns:
     returns: `[S]` float64, discounted over turns.
     state: two `[S]` int64, a hash of the state in which the turn begins; zeros without an anchor.
     place: `[N]` int64, the turn of each trained token on this rank, -1 for other tokens.
-
-    For example:
-
-        turns = Turns.of(batch, discount=0.9)
-        turns.spread(turns.returns, batch)  # each token's return
     """
 
     trajectory: Tensor
@@ -130,16 +118,12 @@ class Turns:
 
     @classmethod
     def of(cls, batch: TrajectoryBatch, *, discount: float, anchor: str = "") -> Turns:
-        """Build the table of turns. Collective: every rank calls it.
-
-        anchor: observation or history to compute states, empty for none.
-        """
+        """Build the table of turns. anchor: as in gigpo, or '' for no states. Collective: every rank calls it."""
         mask = batch["loss_mask"].bool()
         written, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
         is_trained = torch.zeros(int(bounds[-1]), dtype=torch.bool)  # [replies on this rank]
         is_trained[written[mask]] = True
-        # [replies on this rank]: each one's trajectory
-        whose = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())
+        whose = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())  # each reply's trajectory
         counts = batch.completed(torch.zeros(len(batch), dtype=torch.int64).index_add_(0, whose, is_trained.long()))
         ends = prefix_sums(counts)
         # Trained turns on this rank lie in the trajectories' order, and a trajectory has all of its turns here or none.
@@ -162,19 +146,12 @@ class Turns:
         returns = packed_discounted_returns(earned, all_of_them, ends, discount=discount)
         return cls(own, table[0], returns, (table[2], table[3]), place)
 
-    def spread(self, values: Tensor, batch: TrajectoryBatch) -> Tensor:
-        """Give each trained token on this rank its turn's value, `[S]` -> `[N]`; 0 for other tokens."""
-        result = values.new_zeros(len(batch["loss_mask"]))
-        trained = self.place >= 0
-        result[trained] = values[self.place[trained]]
-        return result
-
 
 def states(batch: TrajectoryBatch, written: Tensor, anchor: str) -> Tensor:
-    """Return a 128-bit hash of the tokens before each reply on this rank, `[2, replies]` int64.
+    """Return a 128-bit hash of the state before each reply on this rank, `[2, replies]` int64.
 
-    States are compared by this hash alone. written: `[N]`, each token's reply, -1 for tokens that the model did not
-    write. anchor: observation hashes only the tokens after the previous reply, history all of the trajectory's.
+    written: `[N]`, each token's reply, -1 for tokens that the model did not write. anchor: observation hashes only the
+    tokens after the previous reply, history all of the trajectory's.
     """
     first = first_of_turn(written)
     begin = batch.cu_seqlens[batch.sequence_ids[first]]

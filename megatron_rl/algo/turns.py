@@ -1,7 +1,4 @@
-"""Turns of a trajectory: unbroken runs of tokens that a mask selects, such as trained or model-written tokens.
-
-The tokens between turns come from a user, a tool or an environment.
-"""
+"""Turns of a trajectory: unbroken runs of tokens that a mask selects, such as trained or model-written tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +9,7 @@ from megatron_rl.types import prefix_sums
 
 
 def turns_of(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's turn, `[N]` int64, -1 outside the mask, and the bounds of the sequences' turns.
-
-    mask: `[N]` bool. Turns are numbered over the whole batch. The bounds are `[B + 1]` int64, prefix sums of turn
-    counts.
-    """
+    """Return each token's turn, `[N]` int64, -1 outside the mask, and the sequences' bounds in turns `[B + 1]`."""
     begins = mask.clone()
     begins[1:] &= ~mask[:-1]
     # A turn ends with its sequence. An empty last sequence starts after the last token and is excluded.

@@ -31,8 +31,7 @@ def gather(own: Tensor, sizes: Sequence[int], groups: ParallelGroups) -> Tensor:
     """Return the bytes of all replicas, concatenated, on every rank.
 
     own: uint8, this replica's bytes; read only on its first rank. sizes: number of bytes of each replica. In round k
-    each first rank has the bytes of 2^k replicas and receives as many again. So there are log2(replicas) rounds, and
-    no byte is sent twice.
+    each first rank has the bytes of 2^k replicas and receives as many again, so no byte is sent twice.
     """
     place, leaders = groups.data.rank, [ranks[0] for ranks in groups.replicas]
     if groups.rank != leaders[place]:
@@ -49,10 +48,7 @@ def gather(own: Tensor, sizes: Sequence[int], groups: ParallelGroups) -> Tensor:
 
 
 def spread(flat: Tensor, groups: ParallelGroups) -> Tensor:
-    """Broadcast `flat` from the first rank of each replica to its other ranks, in place, and return it.
-
-    `flat` has the same size on all ranks of a replica.
-    """
+    """Broadcast `flat` from the first rank of each replica to its other ranks, in place, and return it."""
     ranks = groups.replicas[groups.data.rank]
     place = ranks.index(groups.rank)
     if place > 0:
@@ -103,10 +99,7 @@ def deliver(
 def _swapped(
     parts: dict[int, tuple[Tensor, Tensor]], from_ranks: list[int], layout: Layout, groups: ParallelGroups
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Send each rank its part, and return the parts from `from_ranks`.
-
-    A part is (sizes of the columns in bytes, bytes of all columns).
-    """
+    """Send each rank its part (columns' sizes in bytes, their bytes), and return the parts from `from_ranks`."""
     found = {rank: torch.empty(len(layout), dtype=torch.int64) for rank in from_ranks if rank != groups.rank}
     works = [work for rank, (sizes, _) in parts.items() for work in _send(sizes, rank, groups)]
     _wait([*works, *(work for rank, sizes in found.items() for work in _receive(sizes, rank, groups))])

@@ -1,8 +1,7 @@
 """Distributes a step's trajectories to the ranks that train them, sending each token once.
 
 Rollout ranks share the numbers of their trajectories (lengths, rewards, prompts) with all ranks. From these, every rank
-computes the same plan (batch/share_plan.py). Tokens go only to the replica that computes all passes over them. Rows of
-a data set, which every rank has, are distributed by the same plan.
+computes the same plan (batch/share_plan.py), and tokens go only to the replica that computes all passes over them.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron_rl.batch import delivery, packing, share_plan, step_table
+from megatron_rl.batch import delivery, packing, share_plan
 from megatron_rl.batch.delivery import Layout
 from megatron_rl.batch.step_batch import SharePlan, StepBatch
 from megatron_rl.parallel import ParallelGroups
@@ -24,6 +23,9 @@ Compute = Callable[[TrajectoryBatch], Tensor]
 LENGTH, PLACE, SHARED = ".length", ".place", ".shared"
 """Names of extra numbers sent for each trajectory: its length, and the two numbers of `packing.beginnings`."""
 
+Table = list[tuple[str, torch.dtype]]
+"""Names and dtypes of the number columns; the same on all ranks."""
+
 
 def share_out(
     own: TrajectoryBatch | None, groups: ParallelGroups, *, updates: int, seed: int, share_prompts: bool = False
@@ -31,10 +33,8 @@ def share_out(
     """Distribute the step's trajectories, each token to the replica that trains it. Collective: all ranks call it.
 
     own: a rollout rank's trajectories, None on other ranks. The result has the trajectories in rank order, with `group`
-    numbers made unique across rollout ranks.
-
-    `seed` determines how trajectories are shuffled into `updates` optimizer steps. Greedy replies (`is_greedy`) are
-    in no step: they are only scored. With `share_prompts`, groups stay together as far as balanced shares allow.
+    numbers made unique. They are shuffled by `seed` into `updates` optimizer steps. Greedy replies (`is_greedy`) are
+    only scored. With `share_prompts`, groups stay together as far as balanced shares allow.
 
     Raises RuntimeError on all ranks if rollout ranks have different columns.
     """
@@ -51,7 +51,7 @@ def share_out(
     dist.broadcast_object_list(told, src=0, group=groups.control)
     is_alike = told == [(table, layout)]
     table, layout = told[0]
-    found = step_table.gather(numbers if is_alike else {}, table, groups)
+    found = gather_numbers(numbers if is_alike else {}, table, groups)
     if found is None:
         columns = [name for name, _ in table] + [name for name, *_ in layout]
         names = [name.removeprefix("tokens.") for name in columns if not name.startswith((".", "versions."))]
@@ -68,6 +68,54 @@ def share_out(
     return StepBatch.of_tokens(tokens, numbers, plan)
 
 
+def gather_numbers(
+    numbers: dict[str, Tensor], table: Table, groups: ParallelGroups
+) -> tuple[dict[str, Tensor], Tensor] | None:
+    """Return the columns `[B]` of all rollout ranks, and the rank `[B]` that holds each trajectory. Collective.
+
+    numbers: `[n]` columns of a rollout rank's own trajectories, as named in `table`. A rank with different columns
+    passes {}, and then all ranks return None. The result has the trajectories in rank order, with `group` numbers made
+    unique. int64 columns belong to prompts, and are sent once per run of equal rows, because a group's trajectories are
+    adjacent.
+    """
+    of_prompts = [name for name, dtype in table if dtype == torch.int64]
+    singly = [(name, dtype) for name, dtype in table if dtype != torch.int64]
+    count, runs, flat = -1, 0, torch.zeros(0, dtype=torch.uint8)
+    if numbers:
+        in_runs = _runs_of(torch.stack([numbers[name] for name in of_prompts], dim=1))
+        columns = [in_runs.flatten(), *(numbers[name].contiguous() for name, _ in singly)]
+        flat = torch.cat([column.view(torch.uint8) for column in columns])
+        count, runs = len(numbers["group"]), len(in_runs)
+    record = torch.tensor([count, runs]).view(torch.uint8)
+    told = delivery.gather(record, [len(record)] * groups.data.size, groups).view(torch.int64).view(-1, 2)
+    counts = told[:, 0]
+    if bool((counts < 0).any()):
+        return None
+    # Per rollout rank: the bytes of each part.
+    sizes = [[r * 8 * (1 + len(of_prompts)), *(n * dtype.itemsize for _, dtype in singly)] for n, r in told.tolist()]
+    totals = [sum(of_rank) for of_rank in sizes]
+    found: dict[str, list[Tensor]] = {name: [] for name, _ in table}
+    groups_before = 0
+    for part, of_rank in zip(torch.split(delivery.gather(flat, totals, groups), totals), sizes, strict=True):
+        first, *columns = (piece.clone() for piece in torch.split(part, of_rank))  # clones are aligned for their dtypes
+        times, *values = first.view(torch.int64).view(-1, 1 + len(of_prompts)).unbind(1)
+        for name, value in zip(of_prompts, values, strict=True):
+            found[name].append(value.repeat_interleave(times))
+        for (name, dtype), column in zip(singly, columns, strict=True):
+            found[name].append(column.view(dtype))
+        group = found["group"][-1]
+        group += groups_before  # each rollout rank numbers its groups from 0
+        groups_before = int(group.max()) + 1 if len(group) else groups_before
+    leaders = torch.tensor([ranks[0] for ranks in groups.replicas])
+    return {name: torch.cat(columns) for name, columns in found.items()}, leaders.repeat_interleave(counts)
+
+
+def _runs_of(rows: Tensor) -> Tensor:
+    """Run-length encode rows: `[n, k]` -> `[R, 1 + k]`, each run's length followed by its row."""
+    found, counts = torch.unique_consecutive(rows, dim=0, return_counts=True) if len(rows) else (rows, rows[:, 0])
+    return torch.cat([counts[:, None], found], dim=1)
+
+
 def plan_step(
     sequences: dict[str, Tensor],
     lengths: Tensor,
@@ -77,10 +125,7 @@ def plan_step(
     seed: int,
     begin: Tensor | None = None,
 ) -> SharePlan:
-    """Plan which replica trains which trajectory in which update, without communication.
-
-    sequences: `[B]` columns of the whole step. begin: packing.beginnings, if prefixes are shared.
-    """
+    """Plan which replica trains which trajectory in which update, from the whole step's `[B]` columns."""
     is_trained = sequences["is_greedy"] == 0 if "is_greedy" in sequences else torch.ones(len(lengths), dtype=torch.bool)
     group = sequences["group"]
     update = torch.full((len(lengths),), updates)
@@ -102,10 +147,7 @@ def pack_alike(
     share_prompts: bool = False,
     final_rows: bool = True,
 ) -> list[MicroBatch]:
-    """Pack this rank's share into the same number of microbatches on every rank, a multiple of `multiple_of`.
-
-    The rank that needs the most microbatches determines the number. Collective.
-    """
+    """Pack this rank's share into as many microbatches as the rank that needs most of them. Collective."""
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     least = least_alone(batch, tokens_per_microbatch, multiple_of, allow_longer=allow_longer, **options)
     count = torch.tensor([least])
@@ -116,7 +158,6 @@ def pack_alike(
 def least_alone(
     batch: TrajectoryBatch, tokens_per_microbatch: int, multiple_of: int, *, allow_longer: bool, **options: bool
 ) -> int:
-    """Return the minimum number of microbatches for this rank's share alone. options: as in packing.units."""
     rows = [unit.rows for unit in packing.units(batch, tokens_per_microbatch, **options)]
     return packing.least_microbatches(rows, tokens_per_microbatch, multiple_of=multiple_of, allow_longer=allow_longer)
 
@@ -139,7 +180,7 @@ def by_token(
 ) -> Tensor:
     """Apply `compute` to a batch that every rank has, each data-parallel rank to its share. Returns `[N]` float32.
 
-    Collective: all ranks call it with the same batch, and `compute` uses an engine in the layout of `groups`.
+    Collective: all ranks call it with the same batch. `compute` uses an engine in the layout of `groups`.
     """
     rows = {"row": torch.arange(len(batch["input_ids"]))}  # travels with the tokens and says where results belong
     numbered = dataclasses.replace(batch, tokens=batch.tokens | rows)

@@ -56,18 +56,18 @@ def to_microbatch(
 ) -> MicroBatch:
     """Pack the trajectories `indices` into one microbatch.
 
-    Empty trajectories are skipped: they predict nothing, and not every attention kernel accepts an empty sequence. If
-    none is left, the microbatch has one untrained token, so that the rank still takes part in collectives.
+    Empty trajectories are skipped, because not every attention kernel accepts them. If none is left, the microbatch has
+    one untrained token, so that the rank still takes part in collectives.
 
     share_prompts: compute a prefix that several trajectories of one `group` share only once.
-    final_rows: also compute the last row of each sequence. It predicts a token that was never sampled, so a loss on
-      log-probabilities does not need it.
+    final_rows: also compute the last row of each sequence. A loss on log-probabilities does not need it, because the
+      token that it predicts was never sampled.
     families: the families of `indices`, if already known.
     """
     chosen = torch.tensor(indices, dtype=torch.int64)
     chosen = chosen[batch.lengths[chosen] > 0]
     if len(chosen) == 0:
-        return _idle_microbatch(batch)
+        return to_microbatch(_untrained_token(batch), [0])
     picked = batch.lengths[chosen]
     cu_seqlens = prefix_sums(picked)
     offsets = torch.repeat_interleave(batch.cu_seqlens[:-1][chosen] - cu_seqlens[:-1], picked)
@@ -109,10 +109,7 @@ def _needed_rows(lengths: Tensor, final_rows: bool) -> Tensor:
 def _computed_rows(
     cu_seqlens: Tensor, positions: Tensor, sequence: Tensor, needed: Tensor, families: list[Family]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Build MicroBatch's `computed`, `read` and `segments`, the rows that a model computes.
-
-    sequence: `[T]`, the sequence of each row. needed: `[B]`, the number of rows needed from each sequence.
-    """
+    """Build MicroBatch's `computed`, `read` and `segments`. sequence: `[T]`. needed: `[B]` rows of each sequence."""
     own = needed.tolist()
     alone = set(range(len(own))).difference(*(family.members for family in families))
     trees = sorted(families + [Family([number], [0]) for number in alone], key=lambda family: min(family.members))
@@ -121,12 +118,12 @@ def _computed_rows(
     of_sequence: list[list[int]] = [[] for _ in own]  # the segments of each sequence, from its start
     count = 0
     for family in trees:
-        for branch in branches(family, own):
-            path = of_sequence[branch.members[0]]
-            segments.append([count, branch.end - branch.start, path[-1] if path else -1, branch.start])
-            sources.append(branch.members[0])
-            count += branch.end - branch.start
-            for member in branch.members:
+        for start, end, members in branches(family, own):
+            path = of_sequence[members[0]]
+            segments.append([count, end - start, path[-1] if path else -1, start])
+            sources.append(members[0])
+            count += end - start
+            for member in members:
                 of_sequence[member].append(len(segments) - 1)
     table = torch.tensor(segments)  # [S, 4]
     # A row of the loss reads the row of the same position in its segment.
@@ -143,33 +140,23 @@ def _computed_rows(
 class Family:
     """Sequences with a common prefix, sorted by tokens, so that the longest common prefixes are between neighbors.
 
-    shared: for each member, how many tokens of its common prefix with the previous member are not computed again. 0 for
-    the first member.
+    shared: for each member, how many of its tokens the previous member has already computed; 0 for the first.
     """
 
     members: list[int]
     shared: list[int]
 
-    def part(self, start: int, stop: int) -> Family:
-        return Family(self.members[start:stop], [0, *self.shared[start + 1 : stop]])
-
     def clamped(self, rows: list[int]) -> Family:
-        """Return a copy with shared prefixes cut to the needed rows. rows[i]: number of rows needed from sequence i."""
+        """Return a copy with shared prefixes cut to the needed rows. rows[i]: rows needed from sequence i."""
         pairs = zip(self.members, self.members[1:], self.shared[1:], strict=False)
         return Family(self.members, [0, *(min(shared, rows[a], rows[b]) for a, b, shared in pairs)])
 
 
-@dataclass(frozen=True)
-class Branch:
-    """Rows `start` to `end` that all `members` have in common."""
+def branches(family: Family, rows: list[int]) -> Iterator[tuple[int, int, list[int]]]:
+    """Walk a family's tree, parents before children. Yields (start, end, the members that have these rows in common).
 
-    start: int
-    end: int
-    members: list[int]
-
-
-def branches(family: Family, rows: list[int]) -> Iterator[Branch]:
-    """Walk a family's tree, parents before children. rows[i]: number of rows that sequence i needs."""
+    rows[i]: rows needed from sequence i.
+    """
     family = family.clamped(rows)
     waiting = [(0, len(family.members), 0)]  # first member, end of members, and the position where their branch starts
     while waiting:
@@ -177,25 +164,23 @@ def branches(family: Family, rows: list[int]) -> Iterator[Branch]:
         members, shared = family.members[low:high], family.shared[low + 1 : high]
         end = min(shared) if shared else rows[members[0]]
         if end > start:
-            yield Branch(start, end, members)
+            yield start, end, members
         cuts = [low, *(low + 1 + place for place, length in enumerate(shared) if length == end), high]
         if shared:
             waiting += [(a, b, end) for a, b in reversed(list(itertools.pairwise(cuts)))]
 
 
 WORTH_SHARING = 0.1
-"""A family shares prefixes only if that saves at least this fraction of its rows. Sharing has a cost: each sequence
-still needs a copy of the shared keys and values."""
+"""A family shares prefixes only if that saves at least this fraction of its rows, because it copies keys and values."""
 WORTH_A_BRANCH = 0.01
-"""A branch is kept only if it saves at least this fraction of its rows and its descendants' rows. Each branch costs an
-attention call."""
+"""A branch, which costs an attention call, must save at least this fraction of its rows and its descendants' rows."""
 
 
 def beginnings(batch: TrajectoryBatch, indices: Tensor | None = None) -> Tensor:
     """Find the common prefixes of the trajectories of each `group`, as `[B, 2]` int64.
 
-    The first column is the trajectory's position in its group sorted by tokens. The second is the length of the prefix
-    that it shares with the previous trajectory in that order (0 for the first). indices: if given, use only these.
+    The columns are a trajectory's position in its group sorted by tokens, and the length of the prefix that it shares
+    with the one before it. indices: the trajectories to compare; default: all.
     """
     chosen = torch.arange(len(batch)) if indices is None else indices
     group = batch.sequences.get("group")
@@ -217,7 +202,7 @@ def beginnings(batch: TrajectoryBatch, indices: Tensor | None = None) -> Tensor:
 
 
 def selected_beginnings(begin: Tensor, group: Tensor, indices: Tensor) -> Tensor:
-    """Return the `beginnings` of the trajectories `indices`; `begin` and `group` are those of the whole batch."""
+    """Return the `beginnings` of the trajectories `indices`, given those of the whole batch."""
     place_of = torch.full((len(begin),), -1)
     place_of[indices] = torch.arange(len(indices))
     found = torch.zeros(len(indices), 2, dtype=torch.int64)
@@ -280,10 +265,7 @@ def _worthwhile(family: Family, tokens: list[int]) -> Family:
 
 @dataclass(frozen=True)
 class Unit:
-    """Trajectories that are computed together.
-
-    shared: as in Family. rows: number of rows that a model computes. cost: as in `estimated_cost`.
-    """
+    """Trajectories that are computed together: a family's part with its rows and its `estimated_cost`."""
 
     members: list[int]
     shared: list[int]
@@ -304,10 +286,7 @@ def units(
 
 
 def divide(rows: list[int], families: list[Family], pair: Tensor | None, most_rows: int) -> list[Unit]:
-    """Divide trajectories as `units` does, given their needed rows and families.
-
-    pair: `[B]`, each trajectory's pair number, or None.
-    """
+    """Divide trajectories as `units` does, given their needed rows, families and pair numbers `[B]`."""
     result, together = [], set()
     for family in families:
         together.update(family.members)
@@ -322,11 +301,7 @@ def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
     """Group the trajectories `indices` by pair. Without pairs, each trajectory is its own group."""
     if pair is None:
         return [[index] for index in indices]
-    number_of = pair.tolist()
-    pairs: dict[int, list[int]] = {}
-    for index in indices:
-        pairs.setdefault(number_of[index], []).append(index)
-    return list(pairs.values())
+    return [[indices[place] for place in members] for members in _by_group(pair[indices])]
 
 
 def _parts_of_family(family: Family, rows: list[int], most_rows: int) -> list[Family]:
@@ -349,7 +324,7 @@ def _parts_of_family(family: Family, rows: list[int], most_rows: int) -> list[Fa
     stop = count
     while stop:
         start = best[stop][2]
-        parts.insert(0, family.part(start, stop))
+        parts.insert(0, Family(family.members[start:stop], [0, *family.shared[start + 1 : stop]]))
         stop = start
     return parts
 
@@ -369,24 +344,12 @@ def _described_token(values: Tensor, source: Tensor, key: str) -> Tensor:
     return values[source.clamp_min(0)].masked_fill(missing, nothing)
 
 
-def _idle_microbatch(batch: TrajectoryBatch) -> MicroBatch:
-    found, nothing = batch.tokens.get(routes.COLUMN), torch.tensor([-1])
-    # Same columns as in other microbatches: every rank's loss must find them and return the same statistics.
-    columns = {key: value for key, value in batch.tokens.items() if key != routes.COLUMN}
-    rows = {key: _described_token(value.new_zeros(1, *value.shape[1:]), nothing, key) for key, value in columns.items()}
-    rows["input_ids"] = rows["input_ids"].long()
-    rows["labels"] = torch.full((1,), -100)
-    rows["cu_seqlens"] = torch.tensor([0, 1], dtype=torch.int32)
-    rows |= {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.sequences.items()}
-    return MicroBatch(
-        rows=TensorDict(rows),
-        positions=torch.zeros(1, dtype=torch.int64),
-        source=torch.full((1,), -1),
-        computed=torch.zeros(1, dtype=torch.int64),
-        read=torch.zeros(1, dtype=torch.int64),
-        segments=torch.tensor([[0, 1, -1, 0]]),
-        routes=None if found is None else found.new_full((1, *found.shape[1:]), routes.NO_ROUTE),
-    )
+def _untrained_token(batch: TrajectoryBatch) -> TrajectoryBatch:
+    """Return one untrained token, with the columns of `batch`: every rank's loss must return the same statistics."""
+    fill = {routes.COLUMN: routes.NO_ROUTE}
+    tokens = {key: value.new_full((1, *value.shape[1:]), fill.get(key, 0)) for key, value in batch.tokens.items()}
+    sequences = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.sequences.items()}
+    return TrajectoryBatch(tokens, sequences, torch.tensor([0, 1]))
 
 
 def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count: int) -> Tensor:
@@ -406,15 +369,14 @@ ATTENTION_SHARE_AT = 4096.0
 
 
 def estimated_cost(lengths: Tensor) -> Tensor:
-    """Return each sequence's relative cost in a forward pass: linear layers cost O(length), attention O(length^2)."""
+    """Return each sequence's relative cost in a forward pass: O(length) of linear layers, O(length^2) of attention."""
     return lengths * (1.0 + lengths / ATTENTION_SHARE_AT)
 
 
 def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
-    """Split indices into `parts` lists of nearly equal cost.
+    """Split indices into `parts` lists of nearly equal cost, each in ascending order.
 
-    The costliest index is assigned first, and each one goes to the list that is cheapest so far. Each list is in
-    ascending order.
+    The costliest index comes first, and each goes to the list that is cheapest so far.
     """
     heap = [(0.0, part) for part in range(parts)]
     lists: list[list[int]] = [[] for _ in range(parts)]
@@ -430,8 +392,7 @@ def least_microbatches(
 ) -> int:
     """Return the number of microbatches that best-fit-decreasing needs, at least 1, rounded up to `multiple_of`.
 
-    An interleaved pipeline schedule needs a multiple of its group size. A sequence longer than the budget gets its own
-    microbatch. Raises ValueError for such a sequence if not `allow_longer`.
+    A sequence longer than the budget gets its own microbatch, or raises ValueError if not `allow_longer`.
     """
     longest = max(lengths, default=0)
     if longest > tokens_per_microbatch and not allow_longer:
@@ -454,8 +415,8 @@ def plan(
     """Split indices of sequences into `count` lists, each within the budget or with a single longer sequence.
 
     Costs (default `estimated_cost(lengths)`) are balanced as well as the budget allows. The costliest list comes first,
-    so that ranks with similar shares do similar work at the same time. Indices are in ascending order; empty sequences
-    are in no list. Raises ValueError if `count` is too low, which cannot happen with a count from `least_microbatches`.
+    so that ranks with similar shares do similar work at the same time. Empty sequences are in no list. Raises
+    ValueError if `count` is below `least_microbatches`.
     """
     order = _longest_first(lengths)
     # Balancing costs spreads the free room over all bins. If a later sequence then fits nowhere, more of the short
@@ -481,10 +442,9 @@ def pack(
     share_prompts: bool = False,
     final_rows: bool = True,
 ) -> list[MicroBatch]:
-    """Pack a rank's trajectories into exactly `count` microbatches.
+    """Pack a rank's trajectories into exactly `count` microbatches, the same number on all ranks.
 
-    `plan` divides the units: trajectories, or groups that share a prompt. All ranks pass the same `count`, at least the
-    largest `least_microbatches` of any rank. Microbatches that get no trajectory hold one untrained token.
+    count: at least the largest `least_microbatches` of any rank. An empty microbatch holds one untrained token.
     """
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     parts = units(batch, tokens_per_microbatch, **options)
@@ -499,7 +459,6 @@ def pack(
 
 
 def _longest_first(lengths: list[int]) -> list[int]:
-    """Return the indices of non-empty sequences by descending length."""
     return sorted((i for i, length in enumerate(lengths) if length), key=lambda i: (-lengths[i], i))
 
 
@@ -539,8 +498,7 @@ class _Bins:
         """Put each sequence into the fullest bin with enough room (best fit); return False as soon as none has room."""
         by_room = sorted((-room, part) for part, room in enumerate(self.room))  # the fullest last
         for index in order:
-            # The last entry with -room <= -size. No bin has number len(self.parts), so a bin of exactly this size
-            # counts.
+            # The last entry with -room <= -size; len(self.parts) is above all bins' numbers.
             position = bisect(by_room, (-self.sizes[index], len(self.parts))) - 1
             if position < 0:
                 return False

@@ -18,7 +18,7 @@ UNITS_PER_RANK = 16
 def plan_updates(count: int, updates: int, *, seed: int, group: Tensor | None = None) -> Tensor:
     """Assign each trajectory to an update: `[count]` int64. The sizes of updates differ by at most one.
 
-    group: keep the trajectories of each prompt in one update, as far as equally large updates allow.
+    group: prompts' numbers. Their trajectories stay together, but for groups at a cut between two updates.
     """
     generator = torch.Generator().manual_seed(seed)
     if group is None:
@@ -28,7 +28,6 @@ def plan_updates(count: int, updates: int, *, seed: int, group: Tensor | None = 
         # Shuffle prompts; the trajectories of each stay adjacent, in their order.
         order = torch.randperm(len(prompts), generator=generator)[number].argsort(stable=True)
     update = torch.empty(count, dtype=torch.int64)
-    # Cuts are by number of trajectories: a group at a cut is in both parts.
     for number, chosen in enumerate(order.tensor_split(updates)):
         update[chosen] = number
     return update

@@ -18,20 +18,15 @@ from megatron_rl.types import TrajectoryBatch, prefix_sums
 
 @dataclass(frozen=True, kw_only=True)
 class SharePlan:
-    """Which replica trains which trajectory in which update; the same on all ranks. Tensors are `[B]`."""
+    """Which replica trains which trajectory in which update; the same on all ranks. Tensors are `[B]` int64."""
 
     groups: ParallelGroups
     updates: int
-    lengths: Tensor
-    """int64, in tokens."""
-    update: Tensor
-    """int64: the update that each trajectory is trained in, or `updates` if it is only scored."""
-    owner: Tensor
-    """int64: the data-parallel rank of `groups` that computes all passes over each trajectory."""
-    group: Tensor
-    """int64: number of each trajectory's prompt."""
-    begin: Tensor | None = None
-    """packing.beginnings, if families are computed together."""
+    lengths: Tensor  # in tokens
+    update: Tensor  # the update that each trajectory is trained in, or `updates` if it is only scored
+    owner: Tensor  # the data-parallel rank of `groups` that computes all passes over each trajectory
+    group: Tensor  # number of each trajectory's prompt
+    begin: Tensor | None = None  # packing.beginnings, if families are computed together
 
     def in_layout(self, groups: ParallelGroups) -> SharePlan:
         """Return the plan for the ranks of another layout, with the same updates."""
@@ -40,15 +35,15 @@ class SharePlan:
         return replace(self, groups=groups, owner=owner)
 
     def select(self, order: Tensor) -> SharePlan:
-        columns: dict[str, Any] = {name: getattr(self, name) for name in ("lengths", "update", "owner", "group")}
-        chosen = {name: column[order] for name, column in columns.items()}
         begin = None if self.begin is None else packing.selected_beginnings(self.begin, self.group, order)
-        return replace(self, **chosen, begin=begin)
-
-    @property
-    def leaders(self) -> Tensor:
-        """`[B]` int64: the first rank of each trajectory's replica."""
-        return torch.tensor([ranks[0] for ranks in self.groups.replicas])[self.owner]
+        return replace(
+            self,
+            lengths=self.lengths[order],
+            update=self.update[order],
+            owner=self.owner[order],
+            group=self.group[order],
+            begin=begin,
+        )
 
 
 @dataclass(kw_only=True)
@@ -63,9 +58,8 @@ class StepBatch(TrajectoryBatch):
             engine.train_batch(share, loss)
 
     In `cu_seqlens` a trajectory without tokens on this rank has length 0; `lengths` has the true lengths. Per-token
-    results cover only the tokens on this rank, unless stated otherwise. `sums_of_tokens` is correct on every rank,
-    because replicas exchange their sums. Each sum is taken within one trajectory in token order, so it does not depend
-    on the layout.
+    results cover the tokens on this rank. `sums_of_tokens` covers all trajectories, because replicas exchange their
+    sums. Each sum is taken within one trajectory in token order, so it does not depend on the layout.
     """
 
     plan: SharePlan
@@ -141,13 +135,11 @@ class StepBatch(TrajectoryBatch):
             return self
         if id(groups) not in self._in_layouts:
             there = self.plan.in_layout(groups)
-            tokens = _delivered(self._without_routes(), groups, there.owner)
+            # Only the policy replays routes. Other models use their own routing.
+            columns = {key: column for key, column in self.tokens.items() if key != routes.COLUMN}
+            tokens = _delivered(replace(self, tokens=columns), groups, there.owner)
             self._in_layouts[id(groups)] = StepBatch.of_tokens(tokens, self.sequences, there)
         return self._in_layouts[id(groups)]
-
-    def _without_routes(self) -> StepBatch:
-        """Return the step without routes, for models other than the policy, which use their own routing."""
-        return replace(self, tokens={key: column for key, column in self.tokens.items() if key != routes.COLUMN})
 
     def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
         """Redistribute a per-token column `[N]` of `other`, the same step in another layout, to this batch's layout."""
@@ -164,5 +156,6 @@ def _fields(batch: TrajectoryBatch) -> dict[str, Any]:
 
 def _delivered(batch: StepBatch, groups: ParallelGroups, owner: Tensor) -> TrajectoryBatch:
     """Send the tokens of a batch to other replicas. owner: `[B]`, the replica of `groups` that gets each trajectory."""
-    plan = {"lengths": batch.lengths, "sender": batch.plan.leaders, "owner": owner}
+    leaders = torch.tensor([ranks[0] for ranks in batch.plan.groups.replicas])
+    plan = {"lengths": batch.lengths, "sender": leaders[batch.plan.owner], "owner": owner}
     return delivery.deliver(batch.own(), delivery.token_layout(batch), **plan, groups=groups)

@@ -19,14 +19,12 @@ def word_sums(tensors: Sequence[Tensor]) -> Tensor:
 
     Returns the sums of all tensors, concatenated: `[n]` int64 on their device. The matrix has CHECKSUM_COLUMNS columns
     of 8-byte words. Bytes that do not fill a row are appended unsummed, zero-padded to whole words. Any two changed
-    words change the sum of a row or column, and so do moved, swapped, repeated or missing blocks. Memory is read once.
-    On a GPU there is one launch per 128 tensors, and no synchronization.
+    words change a sum, and so do moved, swapped, repeated or missing blocks. Does not synchronize with the device.
     """
     return ops.word_sums([tensor.detach().contiguous() for tensor in tensors])
 
 
 def count_of_word_sums(nbytes: int) -> int:
-    """Return the number of sums for a tensor with `nbytes` bytes."""
     rows, rest = divmod(nbytes, 8 * CHECKSUM_COLUMNS)
     return rows + (CHECKSUM_COLUMNS if rows else 0) + -(-rest // 8)
 
@@ -38,14 +36,11 @@ HASH_TILE_BYTES = 4 * reference.TILE_WORDS
 def tile_hashes(tensors: Sequence[Sequence[Tensor]], slices: Sequence[tuple[int, int]] = ()) -> Tensor:
     """Hash tensors like SGLang's `gpu_tensor_hash` before its final step: `[len(tensors)]` int64 on their device.
 
-    The hash is the sum mod 2^64 of the hashes of all tiles of 8192 four-byte words.
+    Each tensor is given as parts, to be concatenated along the first dimension. slices: (first byte, size of the whole
+    tensor in bytes) for each of `tensors`, if they are slices. A slice consists of whole tiles of 8192 four-byte words,
+    or extends to the tensor's end. The hashes of all slices add up to the tensor's hash, mod 2^64.
 
-    Each tensor is given as parts, to be concatenated along the first dimension. With `slices`, the parts form only one
-    slice of a tensor. `slices` has each slice's (first byte, size of the whole tensor in bytes). The hashes of all
-    slices add up to the tensor's hash. A slice consists of whole tiles or extends to the tensor's end.
-
-    The hash is the same in SGLang 0.5.17 to 0.5.23. On a GPU there is one launch per 96 parts. CPU tensors use the
-    reference implementation, because SGLang does not use this hash on a CPU.
+    The hash is the same in SGLang 0.5.17 to 0.5.23. A CPU computes it in plain torch: SGLang does not use it there.
     """
     parts = [[part.detach().contiguous() for part in tensor] for tensor in tensors]
     places = slices or [(0, sum(part.nbytes for part in tensor)) for tensor in parts]

@@ -1,8 +1,8 @@
-"""Products, attention and SiLU on the CPU whose bits do not depend on what else is computed with them (rollout.exact).
+"""Products, attention and SiLU on the CPU whose bits do not depend on the other rows (rollout.exact).
 
-A library chooses the order of a product's sums by the number of rows. So a server that decodes one token and a trainer
-that reads a packed microbatch get numbers that differ by rounding. Here each element is summed in one order, whatever
-the number of rows or threads. All tensors are float32; gradients are those of torch's operators.
+A library chooses the order of a product's sums by the number of rows, so a server that decodes one token and a trainer
+that reads a microbatch differ by rounding. Here each element is summed in one order, for any number of rows or threads.
+All tensors are float32; gradients are those of torch's operators.
 """
 
 from __future__ import annotations

@@ -13,53 +13,34 @@ from torch import Tensor
 
 from megatron_rl.ops.library import accumulator, dense, ops, overwrite_with_gradient
 from megatron_rl.ops.logprobs import VocabShard, check_temperature, gather_partials
-from megatron_rl.ops.ppo import PPO_SUMS, PpoOptions, check_ppo, ppo_loss
-from megatron_rl.ops.support_columns import (
-    ChangedColumns,
-    SupportColumns,
-    Supports,
-    changed_columns,
-    labels_outside,
-)
+from megatron_rl.ops.support_columns import ChangedColumns, SupportColumns, Supports, changed_columns, labels_outside
 from megatron_rl.ops.taken_rows import TakenRows
-
-Slopes = Callable[[slice, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None]]
-"""(rows, log-probs, entropy) -> (`[K]` float64 sums, of which the first is the loss; the loss's gradients with respect
-to log-probs and entropy)"""
 
 CHUNK_BYTES = 1 << 30
 """Maximum size of a chunk's float32 logits."""
 MOST_ROWS = 4096
 PARTS = 4
-"""Number of parts into which a chunk is divided if its gradient is 16-bit. Only one part at a time has float32 logits,
-so chunks can be larger. Fewer chunks mean fewer reads and writes of the weight's gradient."""
+"""A chunk whose gradient is 16-bit is divided into this many parts. Only one of them has float32 logits at a time."""
 TILE_ROWS = 256
-"""Rows per tile of a GPU matrix product, or a multiple of that number. A partial tile takes as long as a whole one."""
+"""Rows per tile of a GPU matrix product. A partial tile takes as long as a whole one."""
 
 
 def rows_of_chunk(columns: int) -> int:
-    """Return how many rows of `[rows, V_local]` float32 logits are held at a time. columns: V_local, including padding.
-
-    The number is rounded down to whole tiles if it exceeds one tile.
-    """
+    """Return the rows of a chunk with float32 logits `[rows, columns]`, whole tiles if possible."""
     rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
     return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
 
 
 def rows_of_gradient(columns: int) -> int:
-    """Return how many rows of a 16-bit gradient of the logits are held at a time.
+    """Return the rows of a chunk whose gradient is 16-bit.
 
-    A chunk's gradient and one part's float32 logits (see PARTS) together take no more memory than `rows_of_chunk` rows
-    of float32 logits and their float32 gradient.
+    The gradient and one part's float32 logits take no more memory than `rows_of_chunk` rows of float32 logits.
     """
     return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `hidden @ weight.T`. On CUDA, 16-bit operands give float32 results, because the sums are float32 too.
-
-    out: buffer with at least as many rows, such as a previous chunk's logits that are no longer needed.
-    """
+    """Compute `hidden @ weight.T`, on CUDA in float32. out: a buffer with at least as many rows."""
     out = None if out is None else out[: len(hidden)]
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
@@ -69,7 +50,7 @@ def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Te
 class WeightGradient:
     """Sum over chunks of `grad_logits.T @ hidden`, in the accumulator dtype, because sums in bfloat16 would drift.
 
-    main_grad: if given, the sum is added to it instead of going through autograd, as Megatron's layers do.
+    main_grad: tensor to which the sum is added, as in Megatron's layers. None: autograd gets the sum.
     """
 
     def __init__(self, weight: Tensor, main_grad: Tensor | None) -> None:
@@ -99,25 +80,10 @@ class WeightGradient:
         return None
 
 
-def placeholder(weight: Tensor) -> Tensor:
-    """Return an uninitialized gradient, for which Megatron's autograd hooks wait. The real one is in main_grad."""
-    return torch.empty_like(weight)
-
-
 def scaled(gradient: Tensor, by: Tensor, dtype: torch.dtype) -> Tensor:
     """Return `gradient * by`, in place if it already has this dtype, to avoid a second large tensor."""
     out = gradient if gradient.dtype == dtype else torch.empty_like(gradient, dtype=dtype)
     return torch.mul(gradient, by.to(gradient.dtype), out=out)
-
-
-def valid_columns(weight: Tensor, shard: VocabShard) -> int:
-    """Return the number of this rank's columns without padding."""
-    return max(0, min(len(weight), shard.stop - shard.start))
-
-
-def columns_of(weight: Tensor, shard: VocabShard, temperature: float) -> tuple[float, None, int, int]:
-    """Return the log-prob operators' last arguments: temperature, None for per-row ones, first column, column count."""
-    return temperature, None, shard.start, valid_columns(weight, shard)
 
 
 def logits_results(
@@ -126,6 +92,7 @@ def logits_results(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Return (log-probs, entropy, peak, log-sum) without autograd. Entropy is NaN unless with_entropy.
 
+    rest: the operators' last arguments: temperature, None for temperatures of rows, first column, number of columns.
     support: rows that have one are over its tokens alone.
     """
     outside = labels_outside(labels, support)
@@ -141,10 +108,11 @@ def logits_results(
     return ops.logprob_finish(logits, partials, labels, *rest, shard.size, False)
 
 
-Form = Callable[[slice, Tensor], tuple]
-"""(rows, their logits) -> the remaining arguments of the gradient operators"""
-Beside = Callable[[slice, Tensor], Tensor]
-"""(rows, their logits) -> gradient `[c, columns]` of an additional loss term, for this rank's columns"""
+Form = Callable[[slice, Tensor], tuple[tuple, Tensor | None]]
+"""(rows, their logits) -> (the remaining arguments of the gradient operators, a gradient `[c, columns]` to add)"""
+Slopes = Callable[[slice, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
+"""(rows, logits, log-probs, entropy) -> (`[K]` float64 sums, of which the first is the loss; the loss's gradients with
+respect to log-probs and entropy, and directly with respect to the logits)"""
 LogitsTerm = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]
 """(logits `[c, V_local]`, places `[c]`) -> (loss part, statistics, gradient `[c, columns]`) of an extra term"""
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -155,19 +123,18 @@ CHUNKS_OF_TERM = 4
 
 def add_gradients(
     hidden: Tensor, weight: Tensor, rows_per_chunk: int | None, form: Form, grad_hidden: Tensor | None,
-    total: WeightGradient | None, logits: Tensor | None = None, beside: Beside | None = None,
-    support: tuple[Supports, VocabShard] | None = None, product: Product = head_logits,
-    changed: ChangedColumns | None = None,
+    total: WeightGradient | None, logits: Tensor | None = None, support: tuple[Supports, VocabShard] | None = None,
+    product: Product = head_logits, changed: ChangedColumns | None = None,
 ) -> None:  # fmt: skip
     """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
 
-    The logits' gradient overwrites the logits. If the logits' dtype is wider than the weight's, it goes into a buffer
-    of the weight's dtype instead, so that products have 16-bit operands.
-
-    logits: if given, the logits of all rows, which then form one chunk. beside: function for the gradient of an
-    additional term. support: the rows' supports, and this rank's columns. changed: what has changed the given logits.
+    The logits' gradient overwrites the logits. If the logits are wider than the weight, it goes into a buffer of the
+    weight's dtype, so that products have 16-bit operands. logits: the logits of all rows, if known; they are then one
+    chunk, and `changed` says what has changed them.
     """
     narrow, count, known = None, len(hidden), logits is not None
+    shard = None if support is None else support[1]
+    columns = len(weight) if shard is None else shard.without_padding(len(weight))
     changes = support is not None and support[0].adjustment is not None
     if (hidden.is_cuda or changes) and weight.dtype != accumulator(weight.dtype):
         chunk = count if known else rows_per_chunk or rows_of_gradient(len(weight))
@@ -182,13 +149,13 @@ def add_gradients(
             logits = logits if known else product(hidden[some], weight, logits)
             assert logits is not None
             own = logits[: some.stop - begin]  # no longer needed, so overwritten below
-            if support is not None and not known:
-                own, changed = changed_columns(own, support[0][some], support[1], valid_columns(weight, support[1]))
-            more = None if beside is None else beside(some, own)  # must read the logits before they are overwritten
+            chosen = None if support is None else support[0][some]
+            if chosen is not None and not known:
+                own, changed = changed_columns(own, chosen, shard, columns)
             into = own if narrow is None else narrow[begin - start : some.stop - start]
-            labels, *given = form(some, own)
-            cut = None if support is None else SupportColumns(own, support[0][some], support[1], given[-1])
-            outside = labels if support is None else labels_outside(labels, support[0][some])
+            (labels, *given), more = form(some, own)
+            cut = None if chosen is None else SupportColumns(own, chosen, shard, columns)
+            outside = labels_outside(labels, chosen)
             if narrow is None:
                 overwrite_with_gradient(own, outside, *given)
             else:
@@ -210,7 +177,7 @@ def add_gradients(
 class HeadLogprobs(torch.autograd.Function):
     """Log-probability and entropy of the rows of `hidden @ weight.T`. Every row must have a label.
 
-    A single chunk keeps its logits for backward. If there are several chunks, backward recomputes their logits.
+    If there is only one chunk, backward uses its logits. Otherwise it recomputes them.
     """
 
     @staticmethod
@@ -219,7 +186,7 @@ class HeadLogprobs(torch.autograd.Function):
         temperature: float, rows_per_chunk: int | None, with_entropy: bool, support: Supports | None,
         product: Product,
     ):  # fmt: skip
-        rest, parts = columns_of(weight, shard, temperature), []
+        rest, parts = (temperature, None, shard.start, shard.without_padding(len(weight))), []
         chunk = rows_per_chunk or rows_of_chunk(len(weight))
         logits = None
         for start in range(0, max(len(hidden), 1), max(chunk, 1)):  # one empty chunk if there are no rows
@@ -247,7 +214,7 @@ class HeadLogprobs(torch.autograd.Function):
 
         def form(rows: slice, _: Tensor) -> tuple:
             slopes = (None if g is None else g[rows].contiguous() for g in (grad_logprobs, grad_entropy))
-            return *(column[rows] for column in columns), *slopes, *ctx.rest
+            return (*(column[rows] for column in columns), *slopes, *ctx.rest), None
 
         cut = None if ctx.support is None else (ctx.support, ctx.shard)
         more = {"support": cut, "product": ctx.product, "changed": None if logits is None else ctx.changed}
@@ -256,38 +223,32 @@ class HeadLogprobs(torch.autograd.Function):
         if total is not None and (found := total.for_autograd()) is not None:
             by_weight = found.to(weight.dtype)
         elif needs_weight:
-            by_weight = placeholder(weight)
+            by_weight = torch.empty_like(weight)  # for Megatron's hooks: the gradient is in main_grad
         return grad_hidden, by_weight, *(None,) * 8
 
 
 class HeadLoss(torch.autograd.Function):
-    """A loss on rows of `hidden @ weight.T`, all with a label. The forward pass also computes the gradient.
-
-    Each chunk takes three matrix products: one for the logits, and one each for the gradients of hidden and weight. A
-    frozen weight gets no gradient.
-    """
+    """A loss on rows of `hidden @ weight.T`, all with a label. The forward pass also computes the gradient."""
 
     @staticmethod
     def forward(
         ctx, hidden: Tensor, weight: Tensor, labels: Tensor, main_grad: Tensor | None, slopes: Slopes,
-        shard: VocabShard, temperature: float, rows_per_chunk: int | None, beside: Beside | None,
-        support: Supports | None, product: Product,
+        shard: VocabShard, temperature: float, rows_per_chunk: int | None, support: Supports | None, product: Product,
     ):  # fmt: skip
-        rest, totals = columns_of(weight, shard, temperature), []
+        rest, totals = (temperature, None, shard.start, shard.without_padding(len(weight))), []
         grad_hidden, ctx.is_frozen = torch.empty_like(hidden), main_grad is None and not ctx.needs_input_grad[1]
         total = None if ctx.is_frozen else WeightGradient(weight, main_grad)
 
         def form(rows: slice, logits: Tensor) -> tuple:
             cut = None if support is None else support[rows]
             logprobs, entropy, peak, log_sum = logits_results(logits, labels[rows], shard, rest, support=cut)
-            sums, by_logprob, by_entropy = slopes(rows, logprobs, entropy)
+            sums, by_logprob, by_entropy, by_logits = slopes(rows, logits, logprobs, entropy)
             totals.append(sums)
-            return labels[rows], peak, log_sum, entropy, by_logprob, by_entropy, *rest
+            return (labels[rows], peak, log_sum, entropy, by_logprob, by_entropy, *rest), by_logits
 
         # Done in the forward pass, because a chunk's logits are gone afterwards. Backward only scales the gradient.
         cut = None if support is None else (support, shard)
-        more = {"beside": beside, "support": cut, "product": product}
-        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, **more)
+        add_gradients(hidden, weight, rows_per_chunk, form, grad_hidden, total, support=cut, product=product)
         sums = torch.stack(totals).sum(0)  # [K] float64
         ctx.save_for_backward(grad_hidden, weight, None if total is None else total.for_autograd())
         ctx.mark_non_differentiable(sums)
@@ -302,8 +263,8 @@ class HeadLoss(torch.autograd.Function):
             by_weight = scaled(grad_weight, grad_loss, weight.dtype)
         else:  # it was added to main_grad before it could be scaled
             torch._assert_async(grad_loss == 1, "main_grad: has the gradient of a head's loss that was then scaled.")
-            by_weight = placeholder(weight) if ctx.needs_input_grad[1] else None
-        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 9
+            by_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None  # as in HeadLogprobs
+        return scaled(grad_hidden, grad_loss, grad_hidden.dtype), by_weight, *(None,) * 8
 
 
 def lm_head_loss(
@@ -313,7 +274,7 @@ def lm_head_loss(
     loss: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, dict[str, Tensor]]],
     *,
     shard: VocabShard,
-    rows: Tensor | TakenRows | None = None,
+    rows: TakenRows | None = None,
     kept: Tensor | None = None,
     temperature: float = 1.0,
     main_grad: Tensor | None = None,
@@ -330,104 +291,33 @@ def lm_head_loss(
     in float64. term: an additional loss on whole logits. Chunks are then smaller, to make room for its temporary
     tensors. Other arguments are as in `lm_head_logprobs`.
 
-    The gradient is always computed together with the loss, even if none is needed. Backward may run once, and later
-    operations may scale the loss. The weight's gradient is summed in float32. If main_grad is given, it is added there
-    before this function returns. The loss must then not be scaled: backward would raise RuntimeError.
+    The gradient is always computed together with the loss. Backward may run once. The loss may be scaled, unless
+    main_grad is given: the weight's gradient is then already in main_grad, and backward would raise RuntimeError.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
     names: list[str] = []
-    of_term: list[tuple[Tensor, dict[str, Tensor]]] = []
 
-    def beside(chunk: slice, logits: Tensor) -> Tensor:
-        assert term is not None
-        *found, gradient = term(logits, kept[chunk])
-        of_term.append((found[0], found[1]))
-        return gradient
-
-    def slopes(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def slopes(chunk: slice, logits: Tensor, logprobs: Tensor, entropy: Tensor) -> tuple:
+        by_logits = None
         leaves = [logprobs.detach().requires_grad_(), entropy.detach().requires_grad_()]
         with torch.enable_grad():
             total, sums = loss(*leaves, kept[chunk])
             by_logprob, by_entropy = torch.autograd.grad(total, leaves, allow_unused=True)  # of [c] leaves: cheap
         if term is not None:
-            part, more = of_term.pop()
+            part, more, by_logits = term(logits, kept[chunk])
             total, sums = total + part.to(total.dtype), sums | more
         names[:] = sums  # HeadLoss returns only tensors; names are the same in every chunk
         column = torch.stack([total.detach().double(), *(value.detach().double() for value in sums.values())])
         by_logprob = torch.zeros_like(logprobs) if by_logprob is None else by_logprob.contiguous()
-        return column, by_logprob, dense(by_entropy)
+        return column, by_logprob, dense(by_entropy), by_logits
 
     picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
     if term is not None:
         rows_per_chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))
-    cut, extra = taken(support, adjustment, kept), None if term is None else beside
-    options = (shard, temperature, rows_per_chunk, extra, cut, product)
+    options = (shard, temperature, rows_per_chunk, taken(support, adjustment, kept), product)
     total, sums = HeadLoss.apply(picked, weight, targets, main_grad, slopes, *options)
     return total, dict(zip(names, sums[1:].unbind(), strict=True))
-
-
-def lm_head_ppo_loss(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    proximal_logprobs: Tensor | None,
-    behavior_logprobs: Tensor | None,
-    advantages: Tensor,
-    options: PpoOptions,
-    *,
-    shard: VocabShard,
-    rows: Tensor | TakenRows | None = None,
-    kept: Tensor | None = None,
-    temperature: float = 1.0,
-    ref_logprobs: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    normalizer: float | None = None,
-    rows_per_chunk: int | None = None,
-    support: Tensor | None = None,
-    adjustment: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute `ppo_loss` of the log-probabilities of `hidden @ weight.T`, holding only one chunk of logits at a time.
-
-    hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64, `rows`, `kept`, `support` and `adjustment` are as in
-    `lm_head_logprobs`. The rest is as in `ppo_loss`, with mask `labels >= 0`. The gradient is always computed together
-    with the loss; for a pass without gradient use `lm_head_logprobs`. A per-sequence loss needs all log-probabilities
-    before the first gradient, so it takes two sweeps, and the second recomputes the logits.
-    """
-    dtype = accumulator(hidden.dtype)
-    columns = [
-        None if column is None else column.detach().to(dtype)
-        for column in (proximal_logprobs, behavior_logprobs, advantages, ref_logprobs)
-    ]
-    check_ppo(options, behavior_logprobs=behavior_logprobs, ref_logprobs=ref_logprobs, cu_seqlens=cu_seqlens)
-    if options.by_sequence:
-        more = {"shard": shard, "rows": rows, "kept": kept, "temperature": temperature}
-        more |= {"support": support, "adjustment": adjustment}
-        logprobs, entropy = lm_head_logprobs(hidden, weight, labels, **more, rows_per_chunk=rows_per_chunk)
-        *given, ref = columns
-        return ppo_loss(
-            *(logprobs, *given, labels >= 0, options),
-            ref_logprobs=ref,
-            entropy=entropy,
-            cu_seqlens=cu_seqlens,
-            normalizer=normalizer,
-        )
-
-    kept = places_of(labels) if kept is None else kept
-    check_temperature(temperature, labels)
-    chosen = [None if column is None else column.index_select(0, kept) for column in columns]
-    packed = options.packed(1.0 if normalizer is None else 1.0 / normalizer)
-
-    def slopes(chunk: slice, logprobs: Tensor, entropy: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        *given, ref = (None if column is None else column[chunk] for column in chosen)
-        trained = torch.ones_like(logprobs, dtype=torch.bool)
-        _, sums, by_logprob, by_entropy = ops.ppo_loss(logprobs, *given, trained, ref, entropy, None, None, packed)
-        return sums, by_logprob, by_entropy if options.entropy_coefficient != 0 else None
-
-    picked, targets = pick(hidden, rows, kept, weight.dtype), labels.index_select(0, kept)
-    more = (shard, temperature, rows_per_chunk, None, taken(support, adjustment, kept), head_logits)
-    loss, sums = HeadLoss.apply(picked, weight, targets, None, slopes, *more)
-    return loss, dict(zip(PPO_SUMS, sums.unbind(), strict=True))
 
 
 def lm_head_logprobs(
@@ -436,7 +326,7 @@ def lm_head_logprobs(
     labels: Tensor,
     *,
     shard: VocabShard,
-    rows: Tensor | TakenRows | None = None,
+    rows: TakenRows | None = None,
     kept: Tensor | None = None,
     temperature: float = 1.0,
     main_grad: Tensor | None = None,
@@ -449,21 +339,15 @@ def lm_head_logprobs(
     """Return log p(label) and entropy of `hidden @ weight.T`, both `[T]` float32, without ever holding `[T, V]` logits.
 
     hidden `[R, H]`, weight `[V_local, H]`, labels `[T]` int64.
-    rows: int64, label t is predicted by row `rows[t]` of hidden; several labels may share a row. Default: row t.
-      TakenRows give the rows of the kept labels only; the gradient of shared rows is then bitwise reproducible.
-    kept: int64 places of the labels to compute; these labels must be 0 or more, and all other places give 0. Default:
-      all labels of 0 or more, which synchronizes with the device.
-    main_grad: tensor like the weight, to which the weight's gradient is added. If the weight requires grad, autograd
-      then gets a meaningless placeholder.
+    rows: the row of hidden that predicts each of the kept labels; several labels may share a row. Default: row t
+      predicts label t.
+    kept: int64 places of the labels to compute, which must be 0 or more; other places give 0. Default: all labels of 0
+      or more, which synchronizes with the device.
+    main_grad: tensor to which the weight's gradient is added; autograd then gets a meaningless placeholder.
     with_entropy: False saves the time for the entropy, which is then NaN.
-    support: `[T, W]` int32, as in megatron_rl/support.py. Log-probability and entropy of a label that has a support are
-      over these tokens alone, and logits of other tokens get no gradient.
-    adjustment: `[T, W, P]` float32, as in megatron_rl/support.py: what penalties and biases add to the logits of these
-      tokens, and by how much they scale them, before the division by the temperature.
+    support: `[T, W]` int32, adjustment: `[T, W, P]` float32, both as in megatron_rl/support.py. A label that has a
+      support gets its log-probability over the support's tokens alone. Other logits get no gradient.
     product: function that computes the logits.
-
-    Rows are processed in chunks. Backward recomputes each chunk's logits, unless there is only one chunk. The weight's
-    gradient is summed over chunks in float32.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
@@ -477,7 +361,7 @@ def lm_head_logprobs(
 
 
 def places_of(labels: Tensor) -> Tensor:
-    """Return the places of labels of 0 or more. On a device this synchronizes, because the length is needed."""
+    """Return the places of labels of 0 or more. Synchronizes with the device."""
     return (labels >= 0).nonzero()[:, 0]
 
 
@@ -487,10 +371,8 @@ def taken(support: Tensor | None, adjustment: Tensor | None, kept: Tensor) -> Su
     return Supports(support.index_select(0, kept), None if adjustment is None else adjustment.index_select(0, kept))
 
 
-def pick(hidden: Tensor, rows: Tensor | TakenRows | None, kept: Tensor, dtype: torch.dtype) -> Tensor:
+def pick(hidden: Tensor, rows: TakenRows | None, kept: Tensor, dtype: torch.dtype) -> Tensor:
     # Only rows with a label go through the output layer; a prompt's rows have none.
     if rows is None:  # each row once
         rows = TakenRows(kept, [(kept, torch.arange(len(kept), device=kept.device))])
-    if isinstance(rows, TakenRows):
-        return rows.of_values(hidden).to(dtype)
-    return hidden.index_select(0, rows.index_select(0, kept)).to(dtype)
+    return rows.of_values(hidden).to(dtype)

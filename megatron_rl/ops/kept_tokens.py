@@ -1,7 +1,4 @@
-"""The tokens that top-k, top-p and min-p leave of rows' own logits, if no server tells which it sampled from.
-
-Shapes: c rows, V_local this rank's columns, W places of a support. The result has the form of megatron_rl/support.py.
-"""
+"""Computes the tokens that top-k, top-p and min-p keep, if no server reports them (megatron_rl/support.py)."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ NO_TOKEN = -1
 class Cut:
     """Sampling options that exclude tokens, with SGLang's names and meaning.
 
-    width: W, at least 1. A row that keeps more tokens gets a support that stands for the whole vocabulary.
+    width: W, the places of a support. If a row keeps more tokens, its support is the whole vocabulary.
     """
 
     top_k: int = -1
@@ -34,11 +31,9 @@ class Cut:
 class KeptTokens:
     """The supports of rows.
 
-    ids: `[c, W]` int32, first the sampled token, then the others in the order of their ids, then NO_TOKEN. Rows of only
-      NO_TOKEN stand for the whole vocabulary.
-    log_mass: `[c]`, the logarithm of the support's probability before the others were excluded; 0 for the whole
-      vocabulary.
-    is_outside: `[c]` bool: the options exclude the sampled token. It is part of its support nevertheless.
+    ids: `[c, W]` int32, as in megatron_rl/support.py.
+    log_mass: `[c]`, log of the support's probability before the cut; 0 for the whole vocabulary.
+    is_outside: `[c]` bool: the options exclude the sampled token, which is part of its support nevertheless.
     """
 
     ids: Tensor

@@ -1,4 +1,4 @@
-"""Loads the compiled operators of csrc/, and registers their output shapes and gradients with torch.
+"""Loads the compiled operators of csrc/, and registers the log-probability operators' shapes and gradients with torch.
 
 `_C_cpu` defines them and implements them for CPU tensors; `_C_cuda`, if built, implements them for CUDA tensors. A
 tensor on a device without an implementation raises torch's NotImplementedError: there is no fallback.
@@ -28,7 +28,7 @@ def load() -> None:
 
 
 def cuda_library() -> list[Path]:
-    """Return [path of `_C_cuda.so`], or [] if it does not exist or torch lacks the libtorch_cuda that it links to."""
+    """Return [path of `_C_cuda.so`], or [] if it does not exist or this torch has no CUDA."""
     path = PACKAGE / "_C_cuda.so"
     return [path] if path.exists() and torch.version.cuda is not None else []
 
@@ -58,9 +58,6 @@ def built_from(library: Path) -> dict[str, object]:
     record = library.with_suffix(".json")
     return json.loads(record.read_text()) if record.exists() else {}
 
-
-PPO_SUMS = 20
-"""Number of ppo_loss's statistics; same value as in csrc/math/ppo.h."""
 
 load()  # the library defines the operators, so it must be loaded first
 ops = torch.ops.megatron_rl
@@ -99,14 +96,8 @@ def _(logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, tempe
     return logits.new_empty(logits.shape)
 
 
-@torch.library.register_fake("megatron_rl::logprob_grad_into")
-def _(out, logits, labels, peak, log_sum, entropy, by_logprobs, by_entropy, temperature, temperatures, start, columns):
-    return None
-
-
-@torch.library.register_fake("megatron_rl::logprob_grad_")
-def _(logits, labels, peak, log_sum, entropy, grad_logprobs, grad_entropy, temperature, temperatures, start, columns):
-    return None
+for name in ("logprob_grad_into", "logprob_grad_"):  # they write into an argument and return nothing
+    torch.library.register_fake(f"megatron_rl::{name}", lambda *_: None)
 
 
 def save_for_logprob_grad(ctx, inputs, output) -> None:
@@ -145,35 +136,3 @@ def dense(gradient: Tensor | None) -> Tensor | None:
 
 
 torch.library.register_autograd("megatron_rl::logprob_finish", logprob_backward, setup_context=save_for_logprob_grad)
-
-
-@torch.library.register_fake("megatron_rl::packed_labels")
-def _(input_ids, cu_seqlens, loss_mask):
-    return tuple(torch.empty_like(input_ids) for _ in range(3))
-
-
-@torch.library.register_fake("megatron_rl::packed_gae")
-def _(rewards, values, mask, cu_seqlens, bootstrap, discount, trace_decay):
-    return torch.empty_like(values), torch.empty_like(values)
-
-
-@torch.library.register_fake("megatron_rl::ppo_loss")
-def _(logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights, cu_seqlens, options):
-    sums = logprobs.new_empty(PPO_SUMS, dtype=torch.float64)
-    return logprobs.new_empty(()), sums, torch.empty_like(logprobs), torch.empty_like(logprobs)
-
-
-def save_for_ppo_grad(ctx, inputs, output) -> None:
-    _, sums, grad_logprobs, grad_entropy = output
-    ctx.mark_non_differentiable(sums, grad_logprobs, grad_entropy)  # already computed in the forward pass
-    ctx.save_for_backward(grad_logprobs, grad_entropy)
-    ctx.has_entropy = inputs[6] is not None  # autograd accepts a gradient only for inputs that were given
-
-
-def ppo_backward(ctx, grad_loss, *_):
-    grad_logprobs, grad_entropy = ctx.saved_tensors
-    by_entropy = grad_loss * grad_entropy if ctx.has_entropy else None
-    return grad_loss * grad_logprobs, None, None, None, None, None, by_entropy, None, None, None
-
-
-torch.library.register_autograd("megatron_rl::ppo_loss", ppo_backward, setup_context=save_for_ppo_grad)

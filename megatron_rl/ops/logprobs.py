@@ -7,7 +7,6 @@ label give 0 and no gradient.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,15 +36,14 @@ class VocabShard:
     def is_split(self) -> bool:
         return self.stop - self.start < self.size
 
-    @property
-    def columns(self) -> dict[str, Any]:
-        """This shard as keyword arguments for `packed_logprobs`."""
-        group = self.group if self.is_split else None
-        return {"vocab_start": self.start, "vocab_size": self.size, "tp_group": group}
+    def without_padding(self, columns: int) -> int:
+        """Return how many of this rank's `columns` are not padding. The last rank may have only padding."""
+        return max(0, min(columns, self.stop - self.start))
 
 
-NORMALISING = {torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.log_softmax, F.cross_entropy} | {
-    getattr(Tensor, name) for name in ("softmax", "log_softmax", "logsumexp")
+NORMALISING = {
+    *(torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.log_softmax, F.cross_entropy),
+    *(Tensor.softmax, Tensor.log_softmax, Tensor.logsumexp),
 }
 """Functions that normalise over the vocabulary, and so give wrong results on one rank's columns."""
 
@@ -94,9 +92,7 @@ def packed_logprobs(
     labels: Tensor,
     *,
     temperature: float | Tensor = 1.0,
-    vocab_start: int = 0,
-    vocab_size: int | None = None,
-    tp_group: dist.ProcessGroup | None = None,
+    shard: VocabShard | None = None,
     return_entropy: bool = False,
     inplace_backward: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -106,37 +102,28 @@ def packed_logprobs(
       strided. Forward and backward each read them once.
     labels: `[T]` int64 over the whole vocabulary. A row with a negative label gives 0, is not read and gets gradient 0.
     temperature: divides the logits; a number, or `[T]` float32.
-    vocab_start, vocab_size: logits hold the columns from vocab_start on. Columns past vocab_size are padding and never
-      read.
-    tp_group: ranks with the other columns. All of them call this; one all-gather of 16 bytes per row combines their
-      results, and every rank gets the same bits.
+    shard: this rank's columns; further columns of logits are padding and never read. Default: the columns of
+      VocabParallelLogits, or all columns of plain logits. If the vocabulary is split, all ranks of the group call this.
+      One all-gather of 16 bytes per row combines their results, and every rank gets the same bits.
     inplace_backward: the gradient overwrites logits, which must not be a leaf; a second backward then raises. Under
       torch.compile the gradient gets its own memory.
 
-    A row whose logits contain NaN or +inf, or only -inf, gives NaN; other rows are unaffected. A label of vocab_size or
-    more raises on the CPU and fails a device-side assertion on CUDA.
+    A row whose logits contain NaN or +inf, or only -inf, gives NaN; other rows are unaffected. A label past the
+    vocabulary raises on the CPU and fails a device-side assertion on CUDA.
     """
+    if isinstance(logits, VocabParallelLogits):
+        shard, logits = shard or logits.shard, logits.as_subclass(Tensor)
     check_rows(logits, labels)
-    size = vocab_size
-    if size is None:
-        if tp_group is not None:
-            raise ValueError(
-                "vocab_size is missing: with tp_group, logits hold a part of the columns; pass the whole size."
-            )
-        size = vocab_start + logits.shape[1]
-    if not 0 <= vocab_start:
-        raise ValueError(f"vocab_start is {vocab_start}: it is the first column's place in the vocabulary, at least 0.")
+    shard = shard or VocabShard(0, logits.shape[1], logits.shape[1])
     if inplace_backward and logits.requires_grad and logits.is_leaf:
         raise ValueError("inplace_backward: logits is a leaf that requires grad, its value would become its gradient.")
-    columns = max(0, min(logits.shape[1], size - vocab_start))  # the last rank may hold some padding, or only padding
-    one, each = check_temperature(temperature, labels)
+    rest = (*check_temperature(temperature, labels), shard.start, shard.without_padding(logits.shape[1]))
     # Detached, because the backward of logprob_finish returns the whole gradient of the logits.
-    partials = ops.logprob_partials(logits.detach(), labels, one, each, vocab_start, columns, return_entropy)
-    if tp_group is not None:
-        partials = gather_partials(ops.logprob_fold(partials, labels, one, each), tp_group)
-    logprobs, entropy, _, _ = ops.logprob_finish(
-        logits, partials, labels, one, each, vocab_start, columns, size, inplace_backward
-    )
+    partials = ops.logprob_partials(logits.detach(), labels, *rest, return_entropy)
+    if shard.is_split:
+        assert shard.group is not None
+        partials = gather_partials(ops.logprob_fold(partials, labels, *rest[:2]), shard.group)
+    logprobs, entropy, _, _ = ops.logprob_finish(logits, partials, labels, *rest, shard.size, inplace_backward)
     return (logprobs, entropy) if return_entropy else logprobs
 
 
@@ -169,7 +156,7 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[floa
 
 
 def gather_partials(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather `[1, T, 4]` of every rank into `[ranks, T, 4]`, in rank order."""
+    """All-gather `[1, ...]` of every rank into `[ranks, ...]`."""
     ranks = torch.empty((group.size(), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
     dist.all_gather_into_tensor(ranks, mine, group=group)
     return ranks
@@ -185,20 +172,11 @@ def gather_logprobs_entropy(
     labels: `[T]` int64 over the whole vocabulary; negative ones are ignored.
     temperature: divides the logits.
     """
-    plain, columns = with_columns(logits, shard)
-    return packed_logprobs(plain, labels, temperature=temperature, return_entropy=True, **columns)
+    return packed_logprobs(logits, labels, temperature=temperature, shard=shard, return_entropy=True)
 
 
 def gather_logprobs(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, *, shard: VocabShard | None = None
 ) -> Tensor:
     """Return log p(label), `[T]` float32. Like `gather_logprobs_entropy`, without the entropy."""
-    plain, columns = with_columns(logits, shard)
-    return packed_logprobs(plain, labels, temperature=temperature, **columns)
-
-
-def with_columns(logits: Tensor, shard: VocabShard | None) -> tuple[Tensor, dict[str, Any]]:
-    """Return plain logits, and their columns as keyword arguments for `packed_logprobs`."""
-    if isinstance(logits, VocabParallelLogits):
-        shard, logits = shard or logits.shard, logits.as_subclass(Tensor)
-    return logits, (shard or VocabShard(0, logits.shape[-1], logits.shape[-1])).columns
+    return packed_logprobs(logits, labels, temperature=temperature, shard=shard)

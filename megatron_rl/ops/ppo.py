@@ -38,8 +38,8 @@ PPO_SUMS = (
 class PpoOptions:
     """Options of `ppo_loss`. u is p(policy) / p(proximal) of a row, A its advantage, w its behavior weight.
 
-    Before exponentiation, the log ratios of u and w are clamped to [-LOG_RATIO_BOUND, LOG_RATIO_BOUND] = [-20, 20], as
-    in verl, and have no gradient outside this range. In k3, log(p(reference) / p(policy)) has only the upper bound.
+    The log ratios of u and w are clamped to [-20, 20] before exponentiation, as in verl, and have no gradient outside.
+    In k3, log(p(reference) / p(policy)) has only the upper bound.
 
         decoupled = PpoOptions(clip_high=0.28, behavior="mask", behavior_high=5.0)
         loss, sums = ppo_loss(logprobs, proximal, behavior, advantages, trained, decoupled)
@@ -50,28 +50,27 @@ class PpoOptions:
     """clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347). cispo: -w clip(u) A log p, without gradient through
     clip(u) (arXiv 2506.13585). sapo: -w A 4/s sigmoid(s (u - 1)) (arXiv 2511.20347). reinforce: -w A log p."""
     sequence_ratio: bool = False
-    """u is the geometric mean over the sequence's trained rows. Its derivative with respect to a row's log p is u, as
-    if u were that row's own ratio: GSPO-token (arXiv 2507.18071). It equals GSPO if A and w are per sequence. Needs
-    cu_seqlens."""
+    """u is the geometric mean over the sequence's trained rows, with derivative u in a row's log p: GSPO-token
+    (arXiv 2507.18071). It equals GSPO if A and w are per sequence. Needs cu_seqlens."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0
     """If above 0, the loss of a row with A < 0 is at most this times -A (arXiv 1912.09729). Must be 0 or at least 1."""
     behavior: str = "off"
-    """w = p(proximal) / p(behavior), without gradient: decoupled PPO (arXiv 2505.24298). mask: drop rows with a weight
-    outside [behavior_low, behavior_high]. clamp: clamp the weight to that range. off: w = 1."""
+    """off: w = 1. mask, clamp: w = p(proximal) / p(behavior), without gradient (decoupled PPO, arXiv 2505.24298). Rows
+    with w outside [behavior_low, behavior_high] are dropped, or w is clamped to that range."""
     behavior_by_sequence: bool = False
     """w is the geometric mean over the sequence's trained rows. Needs cu_seqlens."""
     behavior_low: float = 0.0
     behavior_high: float = inf
     kl_estimator: str = "k3"
     kl_weighted: bool = False
-    """Multiply the KL term by u, with gradient, so that it is unbiased although rows come from the proximal policy."""
+    """Multiply the KL term by u, with gradient. It is then unbiased although rows come from the proximal policy."""
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     sapo_positive: float = 1.0
     sapo_negative: float = 1.05
-    """SAPO's temperatures: `sapo_positive` for rows with A > 0, this one for all others."""
+    """SAPO's temperatures for rows with A > 0, and for all others."""
 
     def __post_init__(self) -> None:
         for name, value, right, rule in (
@@ -105,17 +104,27 @@ class PpoOptions:
         return [float(numbers[k].index(v)) if k in numbers else float(v) for k, v in values.items()] + [scale]
 
 
-def check_ppo(options: PpoOptions, **tensors: Tensor | None) -> None:
-    """Raise ValueError if an option needs a tensor that is missing."""
-    needed = {
-        "behavior_logprobs": options.behavior != "off",
-        "ref_logprobs": options.kl_coefficient > 0,
-        "entropy": options.entropy_coefficient != 0,
-        "cu_seqlens": options.by_sequence,
-    }
-    for name, tensor in tensors.items():
-        if needed[name] and tensor is None:
-            raise ValueError(f"{name} is missing: {options} needs it.")
+# The fake gives torch.compile the shapes and dtypes that it needs to trace without computing.
+@torch.library.register_fake("megatron_rl::ppo_loss")
+def _(logprobs, proximal, behavior, advantages, mask, ref, entropy, row_weights, cu_seqlens, options):
+    sums = logprobs.new_empty(len(PPO_SUMS), dtype=torch.float64)
+    return logprobs.new_empty(()), sums, torch.empty_like(logprobs), torch.empty_like(logprobs)
+
+
+def save_for_backward(ctx, inputs, output) -> None:
+    _, sums, grad_logprobs, grad_entropy = output
+    ctx.mark_non_differentiable(sums, grad_logprobs, grad_entropy)  # already computed in the forward pass
+    ctx.save_for_backward(grad_logprobs, grad_entropy)
+    ctx.has_entropy = inputs[6] is not None  # autograd accepts a gradient only for inputs that were given
+
+
+def backward(ctx, grad_loss, *_):
+    grad_logprobs, grad_entropy = ctx.saved_tensors
+    by_entropy = grad_loss * grad_entropy if ctx.has_entropy else None
+    return grad_loss * grad_logprobs, None, None, None, None, None, by_entropy, None, None, None
+
+
+torch.library.register_autograd("megatron_rl::ppo_loss", backward, setup_context=save_for_backward)
 
 
 def ppo_loss(
@@ -137,26 +146,30 @@ def ppo_loss(
     All tensors are `[T]` of one float dtype (float32, on the CPU also float64), and mask is bool. Rows where mask is
     False may hold any values.
 
-    proximal_logprobs: None means that the policy itself is the proximal policy, so the ratio is 1.
-    behavior_logprobs: None means that the proximal policy sampled the tokens.
+    proximal_logprobs: None if the policy itself is the proximal policy. behavior_logprobs: None if the proximal policy
+      sampled the tokens.
     row_weights: multiply each row's loss, including its KL and entropy terms, but no statistic. Default: 1.
     cu_seqlens: `[B + 1]` int64, for per-sequence options.
     normalizer: divides the loss.
 
     Differentiable in logprobs and entropy. Does not synchronize with the device, and is bitwise reproducible.
     """
-    check_ppo(
-        options, behavior_logprobs=behavior_logprobs, ref_logprobs=ref_logprobs, entropy=entropy, cu_seqlens=cu_seqlens
-    )
-    rows = {
+    for name, tensor, is_needed in (
+        ("behavior_logprobs", behavior_logprobs, options.behavior != "off"),
+        ("ref_logprobs", ref_logprobs, options.kl_coefficient > 0),
+        ("entropy", entropy, options.entropy_coefficient != 0),
+        ("cu_seqlens", cu_seqlens, options.by_sequence),
+    ):
+        if is_needed and tensor is None:
+            raise ValueError(f"{name} is missing: {options} needs it.")
+    constants = {
         "proximal_logprobs": proximal_logprobs,
         "behavior_logprobs": behavior_logprobs,
         "advantages": advantages,
         "ref_logprobs": ref_logprobs,
-        "entropy": entropy,
         "row_weights": row_weights,
     }
-    for name, tensor in rows.items():
+    for name, tensor in (constants | {"entropy": entropy}).items():
         if tensor is not None and (tensor.shape != logprobs.shape or tensor.dtype != logprobs.dtype):
             raise ValueError(
                 f"{name} is {tensor.dtype} {tuple(tensor.shape)}: it must be as logprobs, {logprobs.dtype} "
@@ -168,14 +181,16 @@ def ppo_loss(
         )
     if entropy is not None and options.entropy_coefficient == 0:
         entropy = entropy.detach()  # only used for a statistic: its zero gradient would cost a pass over the logits
+    given = {name: None if row is None else row.detach().contiguous() for name, row in constants.items()}
     loss, sums, _, _ = ops.ppo_loss(
         logprobs.contiguous(),
-        *(None if t is None else t.detach().contiguous() for t in (proximal_logprobs, behavior_logprobs)),
-        advantages.detach().contiguous(),
+        given["proximal_logprobs"],
+        given["behavior_logprobs"],
+        given["advantages"],
         mask.contiguous(),
-        None if ref_logprobs is None else ref_logprobs.detach().contiguous(),
+        given["ref_logprobs"],
         None if entropy is None else entropy.contiguous(),
-        None if row_weights is None else row_weights.detach().contiguous(),
+        given["row_weights"],
         cu_seqlens if options.by_sequence else None,
         options.packed(1.0 if normalizer is None else 1.0 / normalizer),
     )

@@ -1,7 +1,6 @@
-"""Reverse KL divergence, KL(policy || teacher), over the vocabulary, and its gradient.
+"""Reverse KL divergence, KL(policy || teacher), over the vocabulary, and its gradient, in chunks of rows.
 
-Both are computed in chunks of rows, like the head's loss, so that `[T, V]` logits are never held for either model. The
-vocabulary may be split over the tensor-parallel ranks.
+The vocabulary may be split over the tensor-parallel ranks.
 
 Shapes: T rows of a microbatch, c rows of a chunk, n tokens scored by a teacher, K top tokens of the teacher, columns:
 this rank's vocabulary columns, H hidden size.
@@ -30,11 +29,7 @@ PLACE = "teacher_place"
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """A teacher's distribution over the whole vocabulary.
-
-    hidden: `[n, H]`, the last layer's hidden state from which each token is predicted. weight: `[V_local, H]`, the
-    output layer.
-    """
+    """A teacher's distribution over the whole vocabulary: last hidden states `[n, H]`, output layer `[V_local, H]`."""
 
     hidden: Tensor
     weight: Tensor
@@ -43,7 +38,6 @@ class TeacherStates:
         return len(self.hidden)
 
     def take(self, rows: Tensor, device: torch.device) -> TeacherStates:
-        """Return a copy with only `rows` (int64, on the host) of the hidden states, moved to `device`."""
         return TeacherStates(self.hidden[rows].to(device), self.weight)
 
     def log_ratios(self, logprobs: Tensor, rows: Tensor, shard: VocabShard, temperature: float) -> Tensor:
@@ -55,10 +49,7 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """A teacher's K most likely tokens.
-
-    tokens: `[n, K]` int64. logprobs: `[n, K + 1]`, the last entry for all other tokens together.
-    """
+    """A teacher's K most likely tokens `[n, K]` int64, and logprobs `[n, K + 1]`, the last for all other tokens."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -67,7 +58,6 @@ class TopTokens:
         return len(self.tokens)
 
     def take(self, rows: Tensor, device: torch.device) -> TopTokens:
-        """Return a copy with only `rows` (int64, on the host), moved to `device`."""
         return TopTokens(self.tokens[rows].to(device), self.logprobs[rows].to(device))
 
     def log_ratios(self, logprobs: Tensor, rows: Tensor, shard: VocabShard, temperature: float) -> Tensor:
@@ -88,18 +78,10 @@ Teacher = TeacherStates | TopTokens
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """Distributions of all teachers for a batch's tokens. The batch column `teacher_place` has each token's row.
-
-    For example:
-
-        targets = TeacherTargets([TeacherStates(hidden, weight)], VocabShard(0, 32000, 32000), temperature=1.0)
-        batch.tokens["teacher_place"] = torch.arange(len(hidden), dtype=torch.int32)
-        engine.train_batch(batch, LogprobLoss(policy_loss, by_row=True, beside=targets))
-    """
+    """Distributions of all teachers for a batch's tokens. The batch column `teacher_place` has each token's row."""
 
     teachers: Sequence[Teacher]
     shard: VocabShard
-    """This rank's columns of the vocabulary."""
     temperature: float
     """Divides the logits of policy and teachers."""
     coefficient: float = 1.0
@@ -123,7 +105,7 @@ class ReverseKL:
     """A loss term for each row scored by a teacher: coefficient * weight * sum over tokens of p (log p - log q)."""
 
     parts: list[tuple[Teacher, Tensor]]
-    """Pairs of a teacher and `[T]` indices: for each row of the microbatch, the teacher's row, or -1 without one."""
+    """Pairs of a teacher and the teacher's row for each row of the microbatch, `[T]`, -1 without one."""
     shard: VocabShard
     temperature: float
     coefficient: float
@@ -134,7 +116,7 @@ class ReverseKL:
 
         logits: `[c, V_local]`, including padding; not modified. Collective over the tensor-parallel ranks.
         """
-        columns = max(0, min(logits.shape[1], self.shard.stop - self.shard.start))
+        columns = self.shard.without_padding(logits.shape[1])
         own = logits[:, :columns].to(accumulator(logits.dtype), copy=True)
         own, gradient = normalised_(own, self.temperature, self.shard), None
         loss = count = own.new_zeros((), dtype=torch.float64)
@@ -186,10 +168,9 @@ def top_tokens(logits: Tensor, count: int, shard: VocabShard, temperature: float
 
 
 def likeliest(logits: Tensor, count: int, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the `count` largest log-probabilities of each row, and their tokens, both `[c, count]`, largest first.
+    """Return each row's `count` largest log-probabilities and their tokens, both `[c, count]`, the largest first.
 
-    The third result has the log-probabilities of all of this rank's tokens. logits: as in `top_tokens`. count: at most
-    the vocabulary size.
+    The third result has the log-probabilities of all of this rank's tokens. logits: as in `top_tokens`.
     """
     own = normalised_(logits, temperature, shard)
     logprobs, tokens = own.topk(min(count, own.shape[1]), dim=1)
@@ -208,6 +189,6 @@ def likeliest(logits: Tensor, count: int, shard: VocabShard, temperature: float)
 
 
 def _columns_here(tokens: Tensor, columns: int, shard: VocabShard) -> Tensor:
-    """Return each token's column on this rank, or `columns`, one past the last, if another rank has the token."""
+    """Return each token's column on this rank, or `columns` if another rank has the token."""
     places = tokens - shard.start
     return places.where((places >= 0) & (places < columns), columns)

@@ -1,11 +1,8 @@
 """Logits of rows' supports: the few columns from which a server sampled (megatron_rl/support.py).
 
 Shapes: c rows, W places of a support, V_local this rank's columns. The columns of a support are gathered into a
-`[c, W]` matrix, on which the operators of whole rows work. Their gradient is scattered back. So an operator on supports
-reads and writes c x W logits instead of c x V_local, and there is no other kernel than those of whole rows.
-
-Penalties and biases change the gathered logits (`adjusted`), and the gradient is multiplied by their slope. In rows
-over the whole vocabulary they change some columns of the logits themselves (`ChangedColumns`).
+`[c, W]` matrix, which goes through the operators for whole rows. Their gradient is scattered back. Penalties and biases
+change the gathered logits. In rows over the whole vocabulary they change some columns of the logits themselves.
 """
 
 from __future__ import annotations
@@ -18,15 +15,10 @@ from torch import Tensor
 from megatron_rl.ops.library import accumulator, ops
 from megatron_rl.ops.logprobs import VocabShard
 
-INFINITY = float("inf")
-
 
 @dataclass(frozen=True)
 class Supports:
-    """Supports of rows, in the format of megatron_rl/support.py.
-
-    ids: `[c, W]` int32. adjustment: `[c, W, P]` float32, or None if no logit is changed.
-    """
+    """Supports of rows: ids `[c, W]` int32, and adjustment `[c, W, P]` float32, or None if no logit is changed."""
 
     ids: Tensor
     adjustment: Tensor | None = None
@@ -41,10 +33,7 @@ class Supports:
 
 
 def adjusted(logits: Tensor, adjustment: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the logits that penalties and biases make of `logits`, and the slope: None if it is 1 everywhere.
-
-    logits: any shape and float dtype. adjustment: `[*shape, P]`, as in megatron_rl/support.py.
-    """
+    """Return the logits changed by `adjustment` `[*shape, P]`, and the slope of the change, None if it is 1."""
     before, *more = adjustment.to(logits.dtype).unbind(-1)
     found = logits + before
     if not more:
@@ -65,7 +54,7 @@ class SupportColumns:
     """
 
     def __init__(self, logits: Tensor, support: Supports, shard: VocabShard, columns: int) -> None:
-        """logits: `[c, V_local]`. support: the rows' supports. columns: this rank's columns without padding."""
+        """logits: `[c, V_local]`. columns: this rank's columns without padding."""
         ids = support.ids
         local = ids.long() - shard.start
         is_elsewhere = (ids < 0) | (local < 0) | (local >= columns)
@@ -74,7 +63,7 @@ class SupportColumns:
         if support.adjustment is not None:  # in float32, as servers adjust logits of 16-bit models
             wide = self.logits.to(accumulator(logits.dtype))
             self.logits, self.slope = adjusted(wide, support.adjustment)
-        self.logits.masked_fill_(is_elsewhere, -INFINITY)
+        self.logits.masked_fill_(is_elsewhere, -torch.inf)
         sampled = is_elsewhere[:, 0].long() * ids.shape[1]
         self.labels = sampled.masked_fill(support.is_whole, -100)
 
@@ -88,7 +77,6 @@ class SupportColumns:
         self, out: Tensor, peak: Tensor, log_sum: Tensor, entropy: Tensor, by_logprob: Tensor | None,
         by_entropy: Tensor | None, temperature: float,
     ) -> None:  # fmt: skip
-        """Add the gradient to `out` `[c, V_local]`. The other arguments are those of `logprob_grad`."""
         statistics = self.labels, peak, log_sum, entropy, by_logprob, by_entropy
         found = ops.logprob_grad(self.logits, *statistics, temperature, None, 0, self.logits.shape[1])
         if self.slope is not None:
@@ -100,12 +88,11 @@ class SupportColumns:
 class ChangedColumns:
     """The columns of rows over the whole vocabulary whose logits penalties and biases change.
 
-    The constructor changes the logits, in place. They are at least float32, as servers adjust them. Rows with a support
-    stay as they are. A row's missing places repeat its first one, so that writing them again changes nothing.
+    The constructor changes the logits, at least float32, in place. Rows with a support stay as they are. A row's
+    missing places repeat its first one, so that writing them again changes nothing.
     """
 
     def __init__(self, logits: Tensor, support: Supports, shard: VocabShard, columns: int) -> None:
-        """logits: `[c, V_local]`. The other arguments are those of `SupportColumns`; `adjustment` is not None."""
         assert support.adjustment is not None
         local = support.ids.long() - shard.start
         is_here = (support.ids >= 0) & (local >= 0) & (local < columns) & support.is_whole[:, None]
@@ -128,10 +115,7 @@ class ChangedColumns:
 def changed_columns(
     logits: Tensor, support: Supports | None, shard: VocabShard | None, columns: int
 ) -> tuple[Tensor, ChangedColumns | None]:
-    """Change the logits of rows over the whole vocabulary if there are adjustments. Returns the logits, and the change.
-
-    16-bit logits, which only CPUs compute, are copied to float32. Others are changed in place.
-    """
+    """Adjust the logits of rows over the whole vocabulary, in place unless they are 16-bit (on a CPU). Return them."""
     if support is None or support.adjustment is None:
         return logits, None
     assert shard is not None

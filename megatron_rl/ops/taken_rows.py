@@ -15,9 +15,8 @@ from torch import Tensor
 class TakenRows(NamedTuple):
     """Which rows to gather, and the inverse map for the gradient.
 
-    rows: `[K]` int64. back: one pair of tensors for each number m of times that some row is taken. The first tensor
-    has the P rows that are taken m times, `[P]`. The second has their positions in `rows`, `[P * m]`: the m positions
-    of the first row in ascending order, then those of the next.
+    rows: `[K]` int64. back: for each number of times m that rows are taken, the P rows taken m times, `[P]`, and their
+    positions in `rows`, `[P * m]`: m ascending positions for each of them.
     """
 
     rows: Tensor
@@ -25,7 +24,6 @@ class TakenRows(NamedTuple):
 
     @classmethod
     def of(cls, rows: Tensor) -> TakenRows:
-        """Compute the inverse map, on the host."""
         times = torch.bincount(rows)
         order, starts = rows.argsort(stable=True), times.cumsum(0) - times
         back = []

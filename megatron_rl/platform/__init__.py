@@ -1,8 +1,7 @@
 """The one package that checks whether CUDA is available. Call `prepare()` before the first import of megatron.core.
 
 With CUDA, `prepare` only installs fixes of Megatron bugs. Without CUDA, megatron.core also gets CPU stand-ins and runs
-over gloo, with its source files unmodified. Other packages ask this one for the device and the backend, and never call
-`torch.cuda.is_available()`.
+over gloo, with its source files unmodified.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ import torch.nn.attention
 from megatron_rl.platform import cpu, imports, upstream
 
 _kept: list[torch.library.Library] = []
-"""Libraries of operators that stay registered. Freeing a Library would end its registrations."""
+"""Libraries whose operators stay registered as long as they are referenced."""
 
 _why_set_aside = ""
-"""Why the installed Transformer Engine counts as absent. Empty if it is used, and if none is installed."""
+"""Why the installed Transformer Engine counts as absent, if it does."""
 
 logger = logging.getLogger(__name__)
 
@@ -31,21 +30,19 @@ logger = logging.getLogger(__name__)
 def prepare(*, may_use_transformer_engine: bool = True) -> None:
     """Make megatron.core importable and correct on this machine. Idempotent.
 
-    may_use_transformer_engine: False lets an installed Transformer Engine count as absent, without importing it. This
-    has no effect after an earlier call has imported it.
+    may_use_transformer_engine: False lets an installed Transformer Engine count as absent, unless it is imported.
     """
-    # Megatron warns at import if Transformer Engine and apex are absent and it falls back to torch. That is expected
-    # here.
-    warnings.filterwarnings("ignore", message=".*(Apex is|Transformer Engine and Apex are) not installed.*")
-    warnings.filterwarnings("ignore", message="absl.logging is not installed")
-    warnings.filterwarnings("ignore", message="full scope is deprecated")  # Megatron's own default triggers it
-    # in Megatron's docstrings
-    warnings.filterwarnings("ignore", message="invalid escape sequence", category=SyntaxWarning)
-    # Megatron's checkpoints are built on torch's ShardedTensor.
-    warnings.filterwarnings("ignore", message="Please use DTensor instead", category=FutureWarning)
-    warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
-    warnings.filterwarnings("ignore", message=".* is experimental and still under active development")
-    warnings.filterwarnings("ignore", message="Could not determine rank from torch.distributed")  # of one process
+    for message in (
+        ".*(Apex is|Transformer Engine and Apex are) not installed.*",  # the fallback to torch is expected here
+        "absl.logging is not installed",
+        "full scope is deprecated",  # Megatron's own default triggers it
+        "invalid escape sequence",  # in Megatron's docstrings
+        "Please use DTensor instead",  # Megatron's checkpoints are built on torch's ShardedTensor
+        "`load_state_dict` is deprecated",
+        ".* is experimental and still under active development",
+        "Could not determine rank from torch.distributed",  # of one process
+    ):
+        warnings.filterwarnings("ignore", message=message)
     for name in ("models.gpt.gpt_model", "dist_checkpointing.strategies.torch"):
         logging.getLogger(f"megatron.core.{name}").addFilter(_is_no_deprecation)
     if not has_cuda():  # a CUDA toolkit without a GPU is no reason to warn
@@ -67,8 +64,7 @@ def prepare(*, may_use_transformer_engine: bool = True) -> None:
 def set_aside_broken_transformer_engine() -> None:
     """If Transformer Engine is installed and does not load, let it count as not installed, and say why.
 
-    Its libraries need versions of CUDA's that torch may not have brought. megatron.core imports it unless it is absent,
-    and expects no error but ImportError, so without this not even Megatron's local layers could be used.
+    It may need other versions of CUDA's libraries than torch has. megatron.core would then fail at import.
     """
     if importlib.util.find_spec("transformer_engine") is None:
         return
@@ -104,15 +100,6 @@ def _is_no_deprecation(record: logging.LogRecord) -> bool:
     return "is deprecated" not in str(record.msg).lower()
 
 
-def let_gloo_listeners_wait() -> None:
-    """Keep gloo's listening threads from preempting others on a machine without CUDA, where gloo does all collectives.
-
-    Call it after groups exist, because their threads must be running.
-    """
-    if not has_cuda():
-        cpu.let_gloo_listeners_wait()
-
-
 def has_cuda() -> bool:
     return torch.cuda.is_available()
 
@@ -123,7 +110,6 @@ def device() -> torch.device:
 
 
 def backend() -> str:
-    """Return the torch.distributed backend of the trainer's ranks."""
     return "nccl" if has_cuda() else "gloo"
 
 
@@ -185,7 +171,7 @@ def check_delta_kernel(kernel: str, dtype: str, *, is_elsewhere: bool = False) -
 def use_flash_attention(kernel: str) -> None:
     """Make torch compute attention with the kernel of `model.flash_attention`. Raises ValueError if it is unavailable.
 
-    For Transformer Engine's kernel, which is not one of torch's, this only checks that the package is installed.
+    For Transformer Engine's kernel, this only checks that the package is installed.
     """
     if kernel == "torch":
         return

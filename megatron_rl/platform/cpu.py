@@ -49,10 +49,7 @@ def _swap(constant):
 
 
 class _Triton(ModuleType):
-    """Stand-in for triton, in which any attribute is a decorator that returns its function unchanged.
-
-    The decorated kernels cannot run on a CPU anyway.
-    """
+    """Stand-in for triton, in which any attribute is a decorator that returns its function unchanged."""
 
     __path__: list[str] = []
 
@@ -67,9 +64,9 @@ class _Triton(ModuleType):
 
 @contextlib.contextmanager
 def stand_in_for_triton(module_name: str) -> Iterator[None]:
-    """Provide a stand-in for triton inside this context, for a module of megatron.core >= 0.18 that always imports it.
+    """Provide a stand-in for triton for a module of megatron.core >= 0.18 that always imports it.
 
-    The stand-in is removed afterwards, because torch._inductor also looks for triton and must not find it.
+    It is removed afterwards, because torch._inductor must not find it.
     """
     has_triton = "triton" in sys.modules or importlib.util.find_spec("triton") is not None
     if has_triton or not module_name.endswith(".paged_stash"):
@@ -85,21 +82,14 @@ def stand_in_for_triton(module_name: str) -> Iterator[None]:
 
 
 LOGGERS = ("wandb", "torch.utils.tensorboard")
-"""Optional loggers. megatron.core's timers and inference engine import them, which takes each rank a second.
-
-This package never logs through them, so `surround` makes importing them fail.
-"""
+"""Optional loggers whose import takes each rank a second. This package does not use them."""
 
 
 @contextlib.contextmanager
 def surround(module_name: str) -> Iterator[None]:
-    """Provide the stand-in for triton and skip unneeded imports while a module of megatron.core is executed.
-
-    For example, the router of megatron.core >= 0.19 decorates an inference function with torch.compile. This would
-    import inductor, which takes a third of a rank's import time.
-    """
+    """Provide the stand-in for triton and skip unneeded imports while a module of megatron.core is executed."""
     with stand_in_for_triton(module_name), contextlib.ExitStack() as undo:
-        if module_name.endswith(".moe.router"):
+        if module_name.endswith(".moe.router"):  # it decorates a function; inductor is a third of the import time
             undo.callback(setattr, torch, "compile", torch.compile)
             torch.compile = lambda function: function
         if module_name.endswith((".core.timers", ".dynamic_engine")):
@@ -142,10 +132,9 @@ def has_slow_matrix_products() -> bool:
 
 
 def use_onednn_for_matrix_products() -> torch.library.Library:
-    """Send large float32 products (`aten::mm`) to oneDNN. benchmarks/matrix_products.py prints the speedup.
+    """Send large float32 products (`aten::mm`) to oneDNN, as long as the returned library is referenced.
 
-    This covers the forward product and both products of the backward pass. It lasts as long as the returned library is
-    referenced.
+    benchmarks/matrix_products.py prints the speedup.
     """
     linear = torch.ops.mkldnn._linear_pointwise.default
     plain = torch.ops.aten.mm.out
@@ -168,10 +157,9 @@ M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for later allocations instead of returning it to the system.
+    """Make glibc keep freed memory for later allocations. Otherwise every training step would wait for page faults.
 
-    A training step allocates and frees gigabytes of activations. If this memory were returned, every step would wait
-    for page faults. The process stays as large as in its largest step.
+    The process stays as large as in its largest step.
     """
     libc = ctypes.CDLL(None)
     try:
@@ -190,9 +178,8 @@ GLOO_LISTENER = "gloo_tcp_loop"
 def let_gloo_listeners_wait() -> None:
     """Keep gloo's listening threads from preempting threads that are sending on the same connection.
 
-    A listener wakes for a message, finds the connection locked by a sending thread, and retries until its time slice
-    ends. Meanwhile the sender may be waiting for the same core. Listeners are therefore scheduled as SCHED_BATCH, so
-    that they do not preempt others when they wake. Does nothing on systems other than Linux.
+    A listener that finds the connection locked retries until its time slice ends, while the sender may be waiting for
+    the same core. As SCHED_BATCH, it does not preempt others when it wakes. Does nothing on systems other than Linux.
     """
     for task in Path("/proc/self/task").glob("*"):
         with contextlib.suppress(OSError):  # the thread has ended, or the host forbids changing its policy
@@ -206,8 +193,7 @@ def _ignore(*args, **kwargs) -> None: ...
 def stand_in_for_cuda() -> None:
     """Replace the torch.cuda functions that megatron.core calls unconditionally.
 
-    `torch.tensor` is not replaced, because that would break `torch.device("meta")` contexts, and transformers would
-    then load models with uninitialized buffers.
+    `torch.tensor` is not replaced: transformers would load models with uninitialized buffers.
     """
     cuda, default_stream = torch.cuda, _Stream()
     cuda.current_device = lambda: torch.device("cpu")

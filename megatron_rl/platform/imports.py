@@ -1,8 +1,6 @@
 """An import hook that rewrites megatron.core's code objects, and applies fixes to its modules after their import.
 
-It also rewrites Transformer Engine's, which tests run on the CPU.
-
-Source files, .pyc files and line numbers stay unchanged.
+It also rewrites Transformer Engine's, for tests on the CPU. Source files, .pyc files and line numbers stay unchanged.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ class _Finder(importlib.abc.MetaPathFinder):
         if not fullname.startswith(("megatron.core", "transformer_engine.")):
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        # Subclasses are replaced too: if a package has imported beartype, it installs its own loader for every file.
-        # Extension modules have no code to rewrite.
+        # Replaces subclasses too, such as beartype's loader. Extension modules have no code to rewrite.
         if spec is not None and isinstance(spec.loader, importlib.machinery.SourceFileLoader):
             spec.loader = _Loader(spec.loader.name, spec.loader.path, self)
         return spec

@@ -1,8 +1,8 @@
 """Safe reading of checkpoints: their pickles may contain only numbers, tensors and tensor locations.
 
-A checkpoint may come from an untrusted source, and a pickle can run arbitrary code. Megatron uses torch's checkpoint
-format (torch.distributed.checkpoint, torch 2.13), whose file `.metadata` is a pickle. torch loads that file without a
-check. It loads each object that is not a tensor with weights_only=False.
+A checkpoint may come from an untrusted source, and a pickle can run arbitrary code. In torch's checkpoint format
+(torch.distributed.checkpoint, torch 2.13), the file `.metadata` is a pickle that torch loads without a check. Objects
+that are not tensors are loaded with weights_only=False.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Fixes for bugs of megatron.core, applied after import. Each has a test in tests/megatron that fails without it.
 
-FIXES says from which version on a fix is unneeded and not applied. The bugs also occur on GPUs, most of them only if
+The bugs also occur on GPUs, most of them only if
 neither Transformer Engine nor apex is installed.
 """
 
@@ -12,7 +12,6 @@ import pickle
 import queue
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -26,10 +25,7 @@ from megatron_rl.platform.plain_checkpoints import read_as_data
 
 
 def no_jit_fuser(module: ModuleType) -> None:
-    """Disable `jit_fuser` without CUDA, by Megatron's own switch.
-
-    The fuser would compile small functions with inductor at every start.
-    """
+    """Disable `jit_fuser` without CUDA: it would compile small functions with inductor at every start."""
     if not torch.cuda.is_available():
         module.disable_jit_fuser()
 
@@ -48,9 +44,8 @@ def latent_attention_without_transformer_engine(module: ModuleType) -> None:
 def distributed_adam_resume(module: ModuleType) -> None:
     """Fix two errors in loading the distributed optimizer's state with torch's Adam.
 
-    The `fully_reshardable` format looks for a `step` per parameter where there is none, which raises KeyError. After a
-    load, all parameters share one `step` tensor, so that one update counts once per parameter in Adam's bias
-    correction.
+    The `fully_reshardable` format raises KeyError for the `step` of a parameter. After a load, all parameters share one
+    `step` tensor, so that one update counts once per parameter in Adam's bias correction.
     """
     cls = module.DistributedOptimizer
     set_states, load = cls._set_main_param_and_optimizer_states, cls.load_state_dict
@@ -74,10 +69,7 @@ def distributed_adam_resume(module: ModuleType) -> None:
 
 
 def uneven_parts_over_gloo(module: ModuleType) -> None:
-    """Support uneven splits over gloo, which gathers and scatters only equal parts.
-
-    Experts that are split over tensor ranks need uneven splits, because ranks have different numbers of tokens.
-    """
+    """Support uneven splits over gloo, for experts that are split over tensor ranks. gloo has only equal parts."""
     if torch.cuda.is_available():
         return
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
@@ -104,11 +96,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
 
 
 def embedding_without_a_mask_as_index(module: ModuleType) -> None:
-    """Rewrite the vocab-parallel embedding without indexing by a mask.
-
-    Such indexing makes the host wait for the GPU three times per microbatch: twice in the forward pass and once in the
-    backward pass.
-    """
+    """Rewrite the vocab-parallel embedding without indexing by a mask, for which the host waits for the GPU."""
 
     def forward(self, input_: Tensor) -> Tensor:
         ids, is_elsewhere = input_, None
@@ -149,19 +137,16 @@ class _ResultsFile:
 
 
 def checkpoint_results_without_a_server(module: ModuleType) -> None:
-    """Replace the queue through which checkpoint writers report results: Megatron spawns a process to serve it.
+    """Replace the queue through which checkpoint writers report results.
 
-    That process runs the main script again and outlives the save. Its start takes seconds, or never ends if the script
-    has no `__main__` guard.
+    Megatron spawns a process to serve it, which runs the main script again and outlives the save. Its start takes
+    seconds, or never ends if the script has no `__main__` guard.
     """
     module._get_write_results_queue = module.get_write_results_queue = lambda *_, **__: _ResultsFile()
 
 
 def storages_pickled_by_torchs_name(module: ModuleType) -> None:
-    """Make pickled tensors name torch's loading function, which Megatron replaces from 0.17 on.
-
-    Otherwise they would refer to megatron.core, which servers do not have and SGLang rejects.
-    """
+    """Make pickled tensors name torch's loading function, which Megatron replaces from 0.17 on and SGLang requires."""
     if function := vars(module).get("safe_load_from_bytes"):
         function.__module__, function.__qualname__ = "torch.storage", "_load_from_bytes"
 
@@ -169,8 +154,7 @@ def storages_pickled_by_torchs_name(module: ModuleType) -> None:
 def steps_on_the_gpu_after_its_gradients(module: ModuleType) -> None:
     """Make the part of a partly offloaded optimizer that is on the GPU wait for its gradients.
 
-    With overlap_cpu_optimizer_d2h_h2d, Megatron converts its gradients on the stream of the copies to the host, and
-    steps on the current stream without waiting for them.
+    With overlap_cpu_optimizer_d2h_h2d, Megatron converts them on another stream, and steps without waiting for it.
     """
     cls = module.HybridDeviceOptimizer
     make_parts = cls._init_sub_optimizers
@@ -184,33 +168,28 @@ def steps_on_the_gpu_after_its_gradients(module: ModuleType) -> None:
     cls._init_sub_optimizers = make_parts_that_wait
 
 
-@dataclass(frozen=True)
-class Fix:
-    """A function that patches a module after its import, and the megatron.core version that no longer needs it."""
-
-    mend: Callable[[ModuleType], None]
-    unneeded_from: str | None = None
-    """None if 0.19.2 still needs the fix."""
-
-
-FIXES = {
-    "megatron.core.transformer.multi_latent_attention": Fix(latent_attention_without_transformer_engine, "0.17.0"),
-    "megatron.core.jit": Fix(no_jit_fuser),
-    "megatron.core.safe_globals": Fix(storages_pickled_by_torchs_name),
-    "megatron.core.transformer.moe.moe_utils": Fix(router_without_transformer_engine, "0.17.0"),
-    "megatron.core.optimizer.distrib_optimizer": Fix(distributed_adam_resume),
-    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": Fix(steps_on_the_gpu_after_its_gradients),
-    "megatron.core.tensor_parallel.layers": Fix(embedding_without_a_mask_as_index),
-    "megatron.core.tensor_parallel.mappings": Fix(uneven_parts_over_gloo),
-    "megatron.core.dist_checkpointing.strategies.filesystem_async": Fix(checkpoint_results_without_a_server),
-    "megatron.core.dist_checkpointing.strategies.torch": Fix(read_as_data),
+FIXES: dict[str, Callable[[ModuleType], None]] = {
+    "megatron.core.transformer.multi_latent_attention": latent_attention_without_transformer_engine,
+    "megatron.core.jit": no_jit_fuser,
+    "megatron.core.safe_globals": storages_pickled_by_torchs_name,
+    "megatron.core.transformer.moe.moe_utils": router_without_transformer_engine,
+    "megatron.core.optimizer.distrib_optimizer": distributed_adam_resume,
+    "megatron.core.optimizer.cpu_offloading.hybrid_optimizer": steps_on_the_gpu_after_its_gradients,
+    "megatron.core.tensor_parallel.layers": embedding_without_a_mask_as_index,
+    "megatron.core.tensor_parallel.mappings": uneven_parts_over_gloo,
+    "megatron.core.dist_checkpointing.strategies.filesystem_async": checkpoint_results_without_a_server,
+    "megatron.core.dist_checkpointing.strategies.torch": read_as_data,
 }
+UNNEEDED_FROM = {
+    "megatron.core.transformer.multi_latent_attention": "0.17.0",
+    "megatron.core.transformer.moe.moe_utils": "0.17.0",
+}
+"""The megatron.core version from which on a fix is not needed. 0.19.2 still needs all others."""
 
 
 def fixes_of(version: str) -> dict[str, Callable[[ModuleType], None]]:
-    """Return the fixes that a version of megatron.core needs, by module."""
     return {
-        module: fix.mend
-        for module, fix in FIXES.items()
-        if fix.unneeded_from is None or Version(version) < Version(fix.unneeded_from)
+        module: mend
+        for module, mend in FIXES.items()
+        if module not in UNNEEDED_FROM or Version(version) < Version(UNNEEDED_FROM[module])
     }

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from megatron_rl.ops import reference
 from megatron_rl.ops.library import ops
 from megatron_rl.ops.ppo import PPO_SUMS
+from tests.kit import operators as reference
 from tests.unit.logit_cases import KINDS, rows
 from tests.unit.ops.test_gae_operator import LENGTHS
 from tests.unit.ops.test_gae_operator import case as gae_case

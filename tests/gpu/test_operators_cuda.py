@@ -6,6 +6,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl import ops
 from megatron_rl.ops import PpoOptions, packed_gae, packed_labels, packed_logprobs, ppo_loss
+from tests.kit import operators as reference
+from tests.kit.operators import lm_head_ppo_loss
 from tests.unit.logit_cases import KINDS, WIDTHS, assert_rounded, exact, rows
 from tests.unit.ops.test_gae_operator import LENGTHS
 from tests.unit.ops.test_gae_operator import case as gae_case
@@ -167,16 +169,16 @@ def test_head_in_chunks_equals_whole_logits_in_bfloat16(options, rows_per_chunk)
     labels[::5] = -100
     zeros, advantages = torch.zeros(50), torch.randn(50, generator=generator)
     true_h, true_w = hidden.double().requires_grad_(), weight.double().requires_grad_()
-    logprobs, entropy = ops.reference.logprobs_entropy(true_h @ true_w.T, labels)
+    logprobs, entropy = reference.logprobs_entropy(true_h @ true_w.T, labels)
     mask, bounds = labels >= 0, torch.tensor([0, 17, 50])
     given = (None, zeros.double(), advantages.double(), mask, options)
-    true = ops.reference.ppo_loss(logprobs, *given, entropy=entropy, cu_seqlens=bounds)
+    true = reference.ppo_loss(logprobs, *given, entropy=entropy, cu_seqlens=bounds)
     true.backward()
     h, w = hidden.cuda().requires_grad_(), weight.cuda().requires_grad_()
     shard = ops.VocabShard(0, 1000, 1000)
     given, more = (zeros.cuda(), advantages.cuda(), options), {"shard": shard, "rows_per_chunk": rows_per_chunk}
     with RowsOfLogits(1000) as most:
-        loss, _ = ops.lm_head_ppo_loss(h, w, labels.cuda(), None, *given, **more, cu_seqlens=bounds.cuda())
+        loss, _ = lm_head_ppo_loss(h, w, labels.cuda(), None, *given, **more, cu_seqlens=bounds.cuda())
         if options.by_sequence:
             most.rows.clear()  # its first sweep keeps the logits of a whole chunk, or all for the second
         loss.backward()

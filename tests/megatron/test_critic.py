@@ -1,6 +1,6 @@
 """A value model is the same model in HF and in every layout, and so are its updates."""
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from test_gradients import assert_same_updates
 from transformers import AutoModelForSequenceClassification
 
 from megatron_rl import parallel
-from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss
+from megatron_rl.algo.loss import PolicyLoss, value_clip
 from megatron_rl.api import LogprobLoss, ValueLoss
 from megatron_rl.batch import exchange
 from megatron_rl.config import AlgorithmConfig, EngineConfig, ModelConfig, ParallelConfig
@@ -28,7 +28,7 @@ from tests.kit.models import (
 )
 from tests.kit.ranks import run_each, run_ranks
 
-VALUE_LOSS = ValueLoss(ValueClipLoss(clip=0.2))
+VALUE_LOSS = ValueLoss(partial(value_clip, clip=0.2))
 
 
 def critic_batch(lengths: tuple[int, ...] = (5, 12, 7, 12, 3, 9)) -> TrajectoryBatch:

@@ -266,7 +266,7 @@ def test_run_is_the_same_on_two_ranks(config, other, tmp_path):
             ["warm_start.updates=5"],
             "warm_start.updates = 5: must be 0 with preference.loss; run megatron-rl sft be",
         ),
-        (["preference.loss_args.beta=0"], "preference.loss_args: beta = 0: must be above 0"),
+        (["preference.loss_args.beta=0"], "preference.loss_args.beta = 0: must be above 0"),
         (["data.train=megatron_rl.data.tasks:count_ones"], "data.train, pair 1: chosen = None: must be the text"),
         (["model.init=hf"], "no .*safetensors there"),
         (["parallel.tensor=3"], "parallel.tensor = 3"),

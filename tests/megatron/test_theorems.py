@@ -7,7 +7,7 @@ gradients of one process are those of float64 autograd over transformers' model.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -18,7 +18,7 @@ from tensordict import TensorDict
 from test_fsdp_referee import make_fsdp
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from megatron_rl.algo.loss import PolicyLoss, ValueClipLoss, supervised
+from megatron_rl.algo.loss import PolicyLoss, supervised, value_clip
 from megatron_rl.api import LogprobLoss, ValueLoss
 from megatron_rl.batch import packing
 from megatron_rl.config import AlgorithmConfig
@@ -126,7 +126,7 @@ LOSSES: dict[str, tuple[LogprobLoss | ValueLoss | Callable, Callable]] = {
     ),
     "policy_per_sequence": (mean_over_sequences, trained_sequences),
     "sft": (LogprobLoss(supervised), trained_tokens),
-    "critic": (ValueLoss(ValueClipLoss(clip=0.2)), trained_tokens),
+    "critic": (ValueLoss(partial(value_clip, clip=0.2)), trained_tokens),
 }
 COUNTS = (1, 2, 5) if IS_THOROUGH else (1, 2, 3)
 """Numbers of microbatches. The last is odd: a pipeline of two stages then ends with a round that is not full."""

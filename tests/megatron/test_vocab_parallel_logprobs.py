@@ -12,9 +12,10 @@ from megatron_rl.api import LogprobLoss
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.engine.draft_head import soft_cross_entropy
 from megatron_rl.engine.output_head import Head
-from megatron_rl.ops import Cut, PpoOptions, VocabShard, head, lm_head_ppo_loss, packed_logprobs
+from megatron_rl.ops import Cut, PpoOptions, VocabShard, head, packed_logprobs
 from megatron_rl.parallel import Axis
 from tests.kit.models import LAYOUTS, make_batch, make_engine, make_model
+from tests.kit.operators import lm_head_ppo_loss
 from tests.kit.ranks import run_ranks
 from tests.unit.logit_cases import rows
 
@@ -24,8 +25,8 @@ def on_rank(bounds):
     start, stop = bounds[dist.get_rank() : dist.get_rank() + 2]
     logits, labels = rows()
     x = logits[:, start:stop].clone().requires_grad_()
-    split = {"vocab_start": start, "vocab_size": 1000, "tp_group": dist.group.WORLD}
-    results = packed_logprobs(x, labels, temperature=0.7, return_entropy=True, **split)
+    shard = VocabShard(start, min(stop, 1000), 1000, dist.group.WORLD)
+    results = packed_logprobs(x, labels, temperature=0.7, return_entropy=True, shard=shard)
     torch.autograd.backward(results, [torch.arange(6.0), torch.ones(6)])
     return [tensor.detach().numpy() for tensor in (*results, x.grad)]
 

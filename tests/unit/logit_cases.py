@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_rl.ops import reference
+from tests.kit import operators as reference
 
 # 1 column, below and at a 16-byte piece, an odd width, one past a tile in float32 and in 16 bits, GPT-2's vocabulary.
 WIDTHS = (1, 2, 7, 8, 31, 8193, 16385, 50257)

@@ -76,7 +76,7 @@ def prepare(memory_bytes: int) -> Ledger:
     install()
     stand_in_for_triton(ledger)
     # Before megatron.core's first import, because its modules import the name `jit_fuser`.
-    upstream.FIXES["megatron.core.jit"] = upstream.Fix(lambda module: setattr(module, "jit_fuser", ledger.compiled))
+    upstream.FIXES["megatron.core.jit"] = lambda module: setattr(module, "jit_fuser", ledger.compiled)
     platform.prepare()  # checks whether CUDA is available
     import megatron_rl.tools.rehearsal.layer_kernels
     import megatron_rl.tools.rehearsal.step  # noqa: F401

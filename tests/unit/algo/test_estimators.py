@@ -10,9 +10,8 @@ import torch
 from megatron_rl.algo import registry
 from megatron_rl.algo.actor import PolicyActor
 from megatron_rl.algo.catalogue import find_estimator
-from megatron_rl.algo.control import KLController
 from megatron_rl.algo.normalize import normalize
-from megatron_rl.algo.reward_shaping import RewardShaper, add_scores, take_out_greedy
+from megatron_rl.algo.reward_shaping import KLController, RewardShaper, add_scores, take_out_greedy
 from megatron_rl.algo.turns import first_of_turn, spread_over_turns, turns_of
 from megatron_rl.config import COMPARE_GROUP, ESTIMATORS, AlgorithmConfig, RewardShapingConfig
 from megatron_rl.rollout.groups import is_uniform, mask_older

@@ -112,11 +112,16 @@ def test_whitening_of_nothing_and_of_equal_advantages_is_zero():
         assert normalize(torch.full((count,), 0.1), group, mean="batch", std="batch").tolist() == [0.0] * count
 
 
+def value_clip(values, old, returns, trained, *, clip):
+    rows = {"values": old, "returns": returns, "labels": torch.where(trained, 0, -100)}
+    return loss.value_clip(values, rows, clip=clip)
+
+
 def test_value_clip_stops_a_value_that_has_moved_far_enough():
     values = torch.tensor([1.0, 1.0, 0.1, 5.0]).requires_grad_()
     old, returns = torch.tensor([0.0, 0.0, 0.0, 0.0]), torch.tensor([2.0, 0.0, 0.5, 0.0])
     trained = torch.tensor([True, True, True, False])
-    total, sums = loss.value_clip(values, old, returns, trained, clip=0.2)
+    total, sums = value_clip(values, old, returns, trained, clip=0.2)
     total.backward()
     # Toward its return and past the bound (clipped 0.2): no gradient. Away from it: the plain loss is the greater.
     torch.testing.assert_close(total.detach(), torch.tensor(0.5 * (1.8**2 + 1.0**2 + 0.4**2)))
@@ -127,7 +132,7 @@ def test_value_clip_stops_a_value_that_has_moved_far_enough():
 def test_value_within_its_bounds_is_not_counted_as_clipped():
     generator = torch.Generator().manual_seed(0)
     old, values, returns = (0.2 * torch.randn(2_000, generator=generator) for _ in range(3))
-    _, sums = loss.value_clip(values, old, returns, torch.ones(2_000, dtype=torch.bool), clip=0.2)
+    _, sums = value_clip(values, old, returns, torch.ones(2_000, dtype=torch.bool), clip=0.2)
     moved, error = values.double() - old.double(), returns.double() - values.double()
     assert ((moved.abs() - 0.2).abs() > 1e-6).all(), "none is clipped or not by rounding alone"
     # Past its bound on the way to the return, a value has left the bound's greater error behind.
@@ -137,7 +142,7 @@ def test_value_within_its_bounds_is_not_counted_as_clipped():
 
 def test_value_loss_without_a_bound_is_half_the_squared_error():
     values = torch.tensor([1.0, 3.0])
-    total, sums = loss.value_clip(values, torch.zeros(2), torch.zeros(2), torch.ones(2, dtype=torch.bool), clip=0.0)
+    total, sums = value_clip(values, torch.zeros(2), torch.zeros(2), torch.ones(2, dtype=torch.bool), clip=0.0)
     assert total == 5.0 and "clipped_values" not in sums
 
 
@@ -147,7 +152,7 @@ def test_explained_variance_of_two_ranks_is_that_of_all_their_tokens():
     values = 0.7 * returns + 0.3 * torch.randn(50, generator=generator) + 0.4  # an offset is no unexplained variance
     mask = torch.rand(50, generator=generator) < 0.8
     parts = [slice(0, 13), slice(13, 50)]
-    sums = [loss.value_clip(values[p], values[p], returns[p], mask[p], clip=0.2)[1] for p in parts]
+    sums = [value_clip(values[p], values[p], returns[p], mask[p], clip=0.2)[1] for p in parts]
     together = {key: float(sums[0][key] + sums[1][key]) for key in sums[0]}
     expected = 1 - (returns - values)[mask].var() / returns[mask].var()
     assert loss.explained_variance(together, float(mask.sum())) == pytest.approx(float(expected), abs=1e-5)
@@ -155,5 +160,5 @@ def test_explained_variance_of_two_ranks_is_that_of_all_their_tokens():
 
 def test_explained_variance_of_equal_returns_is_zero():
     ones, mask = torch.ones(4), torch.ones(4, dtype=torch.bool)
-    sums = loss.value_clip(torch.zeros(4), ones, ones, mask, clip=0.2)[1]
+    sums = value_clip(torch.zeros(4), ones, ones, mask, clip=0.2)[1]
     assert loss.explained_variance({key: float(value) for key, value in sums.items()}, 4.0) == 0.0

@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from tensordict import TensorDict
 
 from megatron_rl.algo import registry
-from megatron_rl.algo.actor import PolicyActor
+from megatron_rl.algo.actor import EntropyController, PolicyActor
 from megatron_rl.algo.aggregation import set_positive_weights, set_row_weights, trained_sequences
 from megatron_rl.algo.catalogue import find_estimator, find_loss
-from megatron_rl.algo.control import EntropyController
 from megatron_rl.algo.loss import PolicyLoss
 from megatron_rl.algo.selection import but_covariant, covariances, high_entropy, highest_covariance, second_moment
 from megatron_rl.batch import packing

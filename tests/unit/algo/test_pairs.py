@@ -163,12 +163,12 @@ def of_one_number(pairs):
     ("name", "args", "message"),
     [
         ("slic", {}, "preference.loss = 'slic': must be one of dpo, ipo, kto, simpo, bradley_terry, or an import"),
-        ("kto", {"desirable": -1.0}, "preference.loss_args: desirable = -1.0: must be at least 0"),
-        ("dpo", {"sft": -0.1}, "preference.loss_args: sft = -0.1: must be at least 0"),
+        ("kto", {"desirable": -1.0}, "preference.loss_args.desirable = -1.0: must be at least 0"),
+        ("dpo", {"sft": -0.1}, "preference.loss_args.sft = -0.1: must be at least 0"),
         ("dpo", {"gamma": 1}, "preference.loss_args = .*gamma.* are beta=0.1, label_smoothing=0.0"),
-        ("dpo", {"beta": 0}, "preference.loss_args: beta = 0: must be above 0"),
+        ("dpo", {"beta": 0}, "preference.loss_args.beta = 0: must be above 0"),
         ("dpo", {"label_smoothing": 0.5}, r"label_smoothing = 0.5: must be in \[0, 0.5\)"),
-        (f"{__name__}:of_one_number", {}, r"made \(1,\) losses and \(1,\) rewards of one pair"),
+        (f"{__name__}:of_one_number", {}, r"returned \[\(1,\), \(1,\)\] for one pair; return two tensors"),
     ],
 )
 def test_wrong_loss_is_refused_before_anything_is_loaded(name, args, message):

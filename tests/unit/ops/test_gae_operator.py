@@ -5,8 +5,8 @@ import torch
 from torch.library import opcheck
 
 from megatron_rl import ops
-from megatron_rl.ops import reference
 from megatron_rl.ops.library import ops as library
+from tests.kit import operators as reference
 
 
 def case(lengths, dtype=torch.float32, seed=0, trained=0.7):

@@ -1,4 +1,4 @@
-"""lm_head_ppo_loss and packed_labels against their plain definitions."""
+"""The head's loss and packed_labels against their plain definitions."""
 
 import weakref
 
@@ -9,9 +9,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_rl import ops
-from megatron_rl.ops import PpoOptions, reference
+from megatron_rl.ops import PpoOptions
 from megatron_rl.ops.library import ops as library
+from tests.kit import operators as reference
 from tests.kit.largest_tensor import LargestTensor
+from tests.kit.operators import lm_head_ppo_loss
 
 SHARD = ops.VocabShard(0, 33, 33)
 
@@ -42,7 +44,7 @@ def test_loss_and_gradients_equal_those_through_whole_logits(options, rows_per_c
         given = (proximal, behavior, advantages)
         if fused:
             more |= {"shard": SHARD, "temperature": 0.7, "rows_per_chunk": rows_per_chunk}
-            loss, sums = ops.lm_head_ppo_loss(h, w, labels, *given, options, **more)
+            loss, sums = lm_head_ppo_loss(h, w, labels, *given, options, **more)
             assert sums["tokens"] == mask.sum()
         else:
             logprobs, entropy = reference.logprobs_entropy(h @ w.T, labels, 0.7)
@@ -58,6 +60,7 @@ def test_any_loss_by_row_runs_in_chunks():
     hidden, weight = torch.randn(7, 8, generator=generator), torch.randn(33, 8, generator=generator)
     labels = torch.tensor([3, -100, 5, 7, 32, 0])
     rows, wanted = torch.tensor([0, 0, 6, 2, 2, 1]), torch.arange(6.0)
+    taken = ops.TakenRows.of(rows[labels >= 0])
     results = []
     for fused in (True, False):
         h, w = hidden.clone().requires_grad_(), weight.clone().requires_grad_()
@@ -66,7 +69,7 @@ def test_any_loss_by_row_runs_in_chunks():
             def loss(logprobs, entropy, places):
                 return ((logprobs + wanted[places]) ** 2).sum(), {"entropy": entropy.sum()}
 
-            total, sums = ops.lm_head_loss(h, w, labels, loss, shard=SHARD, rows=rows, rows_per_chunk=2)
+            total, sums = ops.lm_head_loss(h, w, labels, loss, shard=SHARD, rows=taken, rows_per_chunk=2)
             entropy = sums["entropy"]
         else:
             logprobs, entropies = reference.logprobs_entropy(h[rows] @ w.T, labels)
@@ -83,7 +86,7 @@ def test_memory_does_not_grow_with_the_rows():
     labels, zeros, shard = torch.arange(400), torch.zeros(400), ops.VocabShard(0, 1000, 1000)
     with LargestTensor() as largest:
         given = (labels, None, None, zeros + 1, PpoOptions())
-        ops.lm_head_ppo_loss(hidden, weight, *given, shard=shard, rows_per_chunk=20)[0].backward()
+        lm_head_ppo_loss(hidden, weight, *given, shard=shard, rows_per_chunk=20)[0].backward()
     assert largest.nbytes == 20 * 1000 * 4
 
 
@@ -106,7 +109,7 @@ def test_one_chunk_of_logits_is_alive_at_a_time():
     labels, shard = torch.arange(400), ops.VocabShard(0, 1000, 1000)
     given = {"shard": shard, "rows_per_chunk": 20}
     with Watch():
-        ops.lm_head_ppo_loss(hidden, weight, labels, None, None, torch.ones(400), PpoOptions(), **given)[0].backward()
+        lm_head_ppo_loss(hidden, weight, labels, None, None, torch.ones(400), PpoOptions(), **given)[0].backward()
         ops.lm_head_logprobs(hidden, weight, labels, **given)[0].sum().backward()
     assert most == 1
 
@@ -136,7 +139,7 @@ def test_a_loss_by_sequence_takes_two_sweeps(by_sequence, rows_per_chunk, is_fro
     options, more = PpoOptions(sequence_ratio=by_sequence), {"shard": SHARD, "cu_seqlens": torch.tensor([0, 5, 12])}
     given = (hidden, weight, torch.arange(12), None, None, torch.ones(12), options)
     with Watch():
-        ops.lm_head_ppo_loss(*given, **more, rows_per_chunk=rows_per_chunk)[0].backward()
+        lm_head_ppo_loss(*given, **more, rows_per_chunk=rows_per_chunk)[0].backward()
     assert count == products and (weight.grad is None) == is_frozen
 
 
@@ -184,15 +187,15 @@ def test_a_loss_whose_gradient_is_in_main_grad_cannot_be_scaled_any_more():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("options", [PpoOptions(), PpoOptions(sequence_ratio=True)], ids=["by token", "by sequence"])
-def test_compiles_without_a_break(options):
+def test_a_loss_by_sequence_compiles_without_a_break():
     hidden, weight = torch.randn(6, 8).requires_grad_(), torch.randn(33, 8).requires_grad_()
     labels, kept = torch.tensor([3, -100, 5, 7, 32, 0]), torch.tensor([0, 2, 3, 4, 5])
     before, advantages = torch.randn(2, 6)
 
     def loss(h, w):
         more = {"shard": SHARD, "kept": kept, "rows_per_chunk": 2, "cu_seqlens": torch.tensor([0, 3, 6])}
-        return ops.lm_head_ppo_loss(h, w, labels, before - 4, None, advantages, options, **more)[0]
+        options = PpoOptions(sequence_ratio=True)
+        return lm_head_ppo_loss(h, w, labels, before - 4, None, advantages, options, **more)[0]
 
     compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
     for mine, right in zip(
@@ -206,7 +209,7 @@ def test_compiles_without_a_break(options):
 def test_no_trained_row_gives_zero_loss_and_gradient():
     hidden, weight = torch.randn(3, 8, requires_grad=True), torch.randn(33, 8, requires_grad=True)
     labels, zeros = torch.full((3,), -100), torch.zeros(3)
-    loss, _ = ops.lm_head_ppo_loss(hidden, weight, labels, zeros, zeros, zeros, PpoOptions(), shard=SHARD)
+    loss, _ = lm_head_ppo_loss(hidden, weight, labels, zeros, zeros, zeros, PpoOptions(), shard=SHARD)
     loss.backward()
     assert loss == 0 and not hidden.grad.any() and not weight.grad.any()
 

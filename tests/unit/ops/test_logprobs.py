@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_rl import ops
-from megatron_rl.ops import reference
+from tests.kit import operators as reference
 
 
 def case(rows=7, vocab=33, dtype=torch.float32, seed=0):

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.library import opcheck
 
-from megatron_rl.ops import VocabShard, lm_head_logprobs, packed_logprobs, reference
+from megatron_rl.ops import VocabShard, lm_head_logprobs, packed_logprobs
 from megatron_rl.ops.library import ops
+from tests.kit import operators as reference
 from tests.unit.logit_cases import KINDS, WIDTHS, assert_rounded, exact, rows
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -78,7 +79,7 @@ def test_gradient_in_double_equals_finite_differences():
     labels = labels.clamp_max(5)
     x = logits.requires_grad_()
     assert torch.autograd.gradcheck(
-        lambda x: packed_logprobs(x, labels, temperature=0.7, return_entropy=True, vocab_size=6), (x,)
+        lambda x: packed_logprobs(x, labels, temperature=0.7, return_entropy=True, shard=VocabShard(0, 6, 6)), (x,)
     )
 
 
@@ -87,7 +88,7 @@ def test_padded_columns_are_never_read_and_get_gradient_zero():
     labels[labels >= 33] = 5
     dirty = logits.clone()
     dirty[:, 33:] = float("nan")
-    found = forward_backward(dirty, labels, torch.ones(6), torch.ones(6), vocab_size=33)
+    found = forward_backward(dirty, labels, torch.ones(6), torch.ones(6), shard=VocabShard(0, 33, 33))
     true = exact(logits[:, :33], labels, 1.0, torch.ones(6), torch.ones(6))
     torch.testing.assert_close(found[0].double(), true[0], rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found[2][:, :33].double(), true[2], rtol=1e-6, atol=1e-6)
@@ -222,7 +223,6 @@ def test_bad_input_is_named():
         ((logits, labels + 20), {}, r"labels\[0\] is 20"),
         ((logits, labels), {"temperature": 0.0}, "temperature is 0.0"),
         ((logits, labels), {"temperature": torch.ones(5)}, r"temperature is torch.float32 \(5,\)"),
-        ((logits, labels), {"vocab_start": -1}, "vocab_start is -1"),
         ((logits.requires_grad_(), labels), {"inplace_backward": True}, "is a leaf"),
     ]
     for arguments, options, message in cases:

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from megatron_rl import ops
-from megatron_rl.ops import PpoOptions, reference
+from megatron_rl.ops import PpoOptions
 from megatron_rl.support import NO_TOKEN
+from tests.kit import operators as reference
 from tests.kit.largest_tensor import LargestTensor
+from tests.kit.operators import lm_head_ppo_loss
 
 VOCAB, ROWS, WIDTH = 33, 12, 6
 SHARD = ops.VocabShard(0, VOCAB, VOCAB)
@@ -92,7 +94,7 @@ def test_loss_kl_and_entropy_are_over_the_supports(options, rows_per_chunk, size
         if by_head:
             of_head = {"shard": SHARD, "temperature": 0.7, "rows_per_chunk": rows_per_chunk, "support": support}
             of_head |= {"adjustment": adjustment}
-            loss, _ = ops.lm_head_ppo_loss(h, w, labels, *given, options, **more, **of_head)
+            loss, _ = lm_head_ppo_loss(h, w, labels, *given, options, **more, **of_head)
         else:
             logprobs, entropy = through_whole_logits(h, w, labels, support, 0.7, adjustment)
             loss = reference.ppo_loss(logprobs, *given, mask, options, entropy=entropy, **more)
@@ -131,7 +133,7 @@ def test_changed_logits_of_sixteen_bit_weights_are_not_rounded(rows_per_chunk):
         loss = (logprobs * slopes[0] + entropy * slopes[1]).sum()
         loss.backward()
         options, own, advantages = PpoOptions(entropy_coefficient=0.1), logprobs.detach(), slopes[1]
-        by_loss = ops.lm_head_ppo_loss(h, w, labels, own, own, advantages, options, temperature=0.7, **more)[0]
+        by_loss = lm_head_ppo_loss(h, w, labels, own, own, advantages, options, temperature=0.7, **more)[0]
         results.append([part.double() for part in (logprobs, entropy, by_loss, h.grad, w.grad)])
     for mine, exact in list(zip(*results, strict=True))[:3]:
         torch.testing.assert_close(mine, exact, rtol=1e-5, atol=1e-5)
@@ -174,6 +176,6 @@ def test_memory_is_one_chunk_of_logits_as_without_supports():
     given = (labels, None, None, torch.ones(400), PpoOptions())
     options = {"shard": shard, "rows_per_chunk": 20, "support": support, "adjustment": torch.ones(400, 2, 3)}
     with LargestTensor() as largest:
-        ops.lm_head_ppo_loss(hidden, weight, *given, **options)[0].backward()
+        lm_head_ppo_loss(hidden, weight, *given, **options)[0].backward()
         ops.lm_head_logprobs(hidden, weight, labels, **options)[0].sum().backward()
     assert largest.nbytes == 20 * 1000 * 4

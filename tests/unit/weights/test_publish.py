@@ -14,12 +14,13 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import _create_work_from_future
 
 from megatron_rl.launch.ports import free_port
-from megatron_rl.ops import CHECKSUM_COLUMNS, count_of_word_sums, reference, word_sums
+from megatron_rl.ops import CHECKSUM_COLUMNS, count_of_word_sums, word_sums
 from megatron_rl.tools.embedded_server.weight_endpoints import Arrival, arriving
 from megatron_rl.weights import publish
 from megatron_rl.weights.checksums import ExpectedChecksums, differences
 from megatron_rl.weights.publish import fill_buckets, plan_buckets
 from megatron_rl.weights.update_group import TensorSpec, checksum, join_update_group, leave_update_group
+from tests.kit import operators as reference
 from tests.kit.in_process import InProcessPublisher, InProcessServers, done, some_tensors, specs_of
 from tests.kit.ranks import run_ranks
 from tests.kit.waiting import LATE_S, LIMIT_S, wait_until

@@ -1,4 +1,4 @@
-"""Generalized advantage estimation over packed sequences. Entry t of every `[N]` tensor belongs to token t."""
+"""Operators on packed sequences: labels and positions, advantages and discounted returns."""
 
 from __future__ import annotations
 
@@ -6,6 +6,36 @@ import torch
 from torch import Tensor
 
 from megatron_rl.ops.library import ops
+
+# The fakes give torch.compile the shapes and dtypes that it needs to trace without computing.
+
+
+@torch.library.register_fake("megatron_rl::packed_labels")
+def _(input_ids, cu_seqlens, loss_mask):
+    return tuple(torch.empty_like(input_ids) for _ in range(3))
+
+
+@torch.library.register_fake("megatron_rl::packed_gae")
+def _(rewards, values, mask, cu_seqlens, bootstrap, discount, trace_decay):
+    return torch.empty_like(values), torch.empty_like(values)
+
+
+def packed_labels(
+    input_ids: Tensor, cu_seqlens: Tensor, loss_mask: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (labels, positions, sequence_ids), all `[T]` int64, for input_ids `[T]` packed as in cu_seqlens.
+
+    A row's label is the next token of its sequence, or -100 at the sequence's end and if loss_mask (`[T]` bool) is
+    False for that token. cu_seqlens: `[B + 1]`, ascending from 0 to T; checked on the CPU only.
+    """
+    if input_ids.ndim != 1 or input_ids.dtype != torch.int64:
+        raise ValueError(f"input_ids is {input_ids.dtype} {tuple(input_ids.shape)}: it must be [T] int64.")
+    if loss_mask is not None and (loss_mask.shape != input_ids.shape or loss_mask.dtype != torch.bool):
+        raise ValueError(
+            f"loss_mask is {loss_mask.dtype} {tuple(loss_mask.shape)}: it must be bool {tuple(input_ids.shape)}."
+        )
+    mask = None if loss_mask is None else loss_mask.contiguous()
+    return ops.packed_labels(input_ids.contiguous(), cu_seqlens.to(torch.int64).contiguous(), mask)
 
 
 def packed_gae(
@@ -38,13 +68,12 @@ def packed_gae(
     if bootstrap is not None and bootstrap.shape != (len(cu_seqlens) - 1,):
         raise ValueError(f"bootstrap has shape {tuple(bootstrap.shape)}: {len(cu_seqlens) - 1} sequences need as many.")
     dtype = values.dtype
-    after = None if bootstrap is None else bootstrap.detach().to(dtype).contiguous()
     return ops.packed_gae(
         rewards.detach().to(dtype).contiguous(),
         values.detach().contiguous(),
         mask.to(torch.bool).contiguous(),
         cu_seqlens.to(torch.int64).contiguous(),
-        after,
+        None if bootstrap is None else bootstrap.detach().to(dtype).contiguous(),
         discount,
         trace_decay,
     )
