@@ -86,10 +86,12 @@ class StatsTracker:
         """Select the entries that later `stat` calls count. Their number is exported under the mask's name."""
         for name, mask in masks.items():
             name = self._within(name)
-            self._masks[name] = mask.bool()
-            # The denominator is 1 because the number of entries is exported, not a mean.
-            total, _ = self._sums.get(name, (0.0, 1.0))
-            self._sums[name] = total + self._masks[name].sum(), 1.0
+            mask = mask.bool()
+            with self._lock:
+                self._masks[name] = mask
+                # The denominator is 1 because the number of entries is exported, not a mean.
+                total, _ = self._sums.get(name, (0.0, 1.0))
+                self._sums[name] = total + mask.sum(), 1.0
 
     def stat(self, *, denominator: str, **values: Tensor) -> None:
         """Add tensors. Their mean over the entries that the current scope's mask `denominator` selects is exported."""
