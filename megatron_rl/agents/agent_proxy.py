@@ -71,7 +71,7 @@ class ProxyAddress:
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context; None without a certificate.
 
-        ssl.SSLError if the files do not hold a certificate and its key.
+        Raises ssl.SSLError if the files do not hold a certificate and its key.
         """
         if not self.certificate:
             return None
@@ -177,7 +177,7 @@ Told = tuple[int, str, str | None, str | None]
 def told(error: Exception, session: AgentSession) -> Told:
     """Return the status, message, field and code with which an error is reported to the agent.
 
-    Errors that a request cannot cause are raised again.
+    An error that no request can cause is raised again.
     """
     match error:
         case BadRequest():

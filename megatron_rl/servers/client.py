@@ -27,7 +27,7 @@ ADAPTERS = "policy"
 
 
 class CacheAge:
-    """Counts the publications since a server's KV cache was last flushed, for now and for each recent version."""
+    """Number of publications since a server's KV cache was last flushed: now, and when each recent version arrived."""
 
     def __init__(self) -> None:
         self.age = 0
@@ -107,7 +107,7 @@ class ServerClient(ServerHttp):
     ) -> Asked:
         """Return the facts against which the reply to this request is checked.
 
-        version: the current policy version. further: fields of Asked that the server does not know.
+        version: the current policy version. further: the other fields of Asked.
         """
         info = self.info
         sizes = [size for size in (info.vocab_size if info else None, self.vocab_size) if size is not None]

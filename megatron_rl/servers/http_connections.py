@@ -37,7 +37,7 @@ class Stream(Protocol):
 
 
 class Origin:
-    """A server's base URL: what every request to it has in its head, and the connections to it."""
+    """A server's base URL, the headers that it implies for every request, and the connections to it."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -62,21 +62,21 @@ class Exchange:
         """at_most: maximum bytes of the body, or of an event. stream: receives the body if the status is 200."""
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
-        """Names are in lower case."""
+        """Headers of the answer. Names are in lower case."""
         self.pieces: list[bytes] = []
         """The body, unless a stream takes it."""
         self.error: Exception | None = None
         self.is_over = False
         self.connection: Connection | None = None
-        """The connection while it carries this exchange. None before, while one is being made, and after."""
+        """The connection that carries this exchange. None before it is made, and after the exchange."""
         self.is_reused = False
-        """True if the connection has carried others before, so that the server may have been about to close it."""
+        """True if the connection has carried earlier exchanges. The server may then have been about to close it."""
         self._at_most, self._stream, self._size = at_most, stream, 0
         self._waiter: asyncio.Future[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
 
     async def wait(self) -> None:
-        """Wait for the whole answer, or raise what went wrong. May be called again, also after a cancellation."""
+        """Wait for the whole answer, or raise the error. May be called again, also after a cancellation."""
         if not self.is_over:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -100,7 +100,7 @@ class Exchange:
                 connecting.cancel()
 
     def connect(self, connecting: asyncio.Task[None]) -> None:
-        """Note the task that makes the connection. It is cancelled if the exchange fails before."""
+        """Note the task that makes the connection. It is cancelled if the exchange fails first."""
         self._connecting = connecting
         connecting.add_done_callback(self._connected)
 
@@ -112,13 +112,13 @@ class Exchange:
             self.fail(error if isinstance(error, Exception) else ConnectionAbortedError(str(error)))
 
     def finish(self) -> None:
-        """Wake whoever waits."""
+        """Mark the exchange as over, and wake the caller of `wait`."""
         self.is_over, self.connection = True, None
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def take(self, piece: bytes) -> None:
-        """Take a piece of the body. Whatever the stream raises ends the exchange."""
+        """Add a piece of the body. An exception raised by the stream ends the exchange."""
         try:
             if self._stream is not None and self.status == 200:
                 self._stream.take(piece)
@@ -145,13 +145,13 @@ class Connection(asyncio.Protocol):
         self._exchange: Exchange | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        """Bytes received since the last of a body."""
+        """Bytes received since the last byte of a body."""
         self._ends_with_connection = self._is_spoilt = False
 
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
         self._exchange, exchange.connection, exchange.is_reused = exchange, self, self.idle_since > 0
         self._head_bytes = 0
-        # A large body is not copied, a small one is sent by the same system call as the head.
+        # Do not copy a large body. Send a small one in the same system call as the head.
         self.transport.write(head + body) if len(body) < SMALL_BYTES else self.transport.writelines((head, body))
 
     # -- called by the event loop
@@ -211,7 +211,7 @@ class Connection(asyncio.Protocol):
         if exchange is None or exchange.status < 200:  # 100 Continue: the answer follows
             return
         self._exchange = None
-        # Not kept if the server closes it, or has answered before it had the whole request.
+        # Keep the connection unless the server closes it or has answered before it received the whole request.
         if self._parser.should_keep_alive() and not self.transport.get_write_buffer_size():
             self.idle_since = time.monotonic()
             self._origin.idle.append(self)
@@ -244,7 +244,7 @@ class Connections:
         self._is_closed = False
 
     def origin(self, url: str) -> Origin:
-        """Return the origin of a base URL: the same object each time."""
+        """Return the Origin of a base URL. Calls with the same URL return the same object."""
         return self._origins.setdefault(url, Origin(url))
 
     def send(
@@ -283,7 +283,7 @@ class Connections:
         self._sweeping = self._sweeping or loop.call_later(self._keepalive_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Close connections that have been idle for too long, now and again while there are connections."""
+        """Close connections idle for longer than keepalive_s. Runs at that interval while connections exist."""
         oldest = time.monotonic() - self._keepalive_s
         for origin in self._origins.values():
             for connection in origin.idle:

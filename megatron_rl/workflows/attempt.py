@@ -21,7 +21,7 @@ class AttemptOver(RuntimeError):
 
 
 class Attempt:
-    """The samples and calls that an attempt at an episode has in flight, and how its samples' tries ended."""
+    """The samples and calls that an attempt at an episode has in flight, and the last outcome of its samples."""
 
     def __init__(self) -> None:
         self.is_lost = self.has_noted = False
@@ -49,7 +49,7 @@ class Attempt:
         """Cancel the calls in flight and wait at most ENDING_S for them."""
         self._is_over = True
         here, cancelled = asyncio.get_running_loop(), []
-        for task, loop in dict.fromkeys(self._calls.values()):  # a sample's task has a call in flight, too
+        for task, loop in dict.fromkeys(self._calls.values()):  # a sample's task occurs again for its call
             if loop is here:
                 task.cancel()
                 cancelled.append(task)

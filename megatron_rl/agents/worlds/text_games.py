@@ -35,7 +35,7 @@ class GameFailed(InfrastructureFailure):
 def game_prompts(
     count: int, first: int = 0, text: str = "Play this game. Answer with your move."
 ) -> list[dict[str, Any]]:
-    """Return `count` prompts, whose games have the seeds from `first` on. Use this as data.train."""
+    """Return `count` prompts with game seeds first, first + 1, and so on. Use this as data.train."""
     return [{"messages": [{"role": "system", "content": text}], "seed": first + number} for number in range(count)]
 
 
