@@ -35,7 +35,7 @@ ARCHITECTURES = ("80", "90a", "100")
 CPU_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
 CUDA_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr"]
 INSTRUCTION_SETS = {"x86_64": {"baseline": "x86-64", "avx2": "haswell", "avx512": "skylake-avx512"}}
-"""By machine: name -> value of -march. rows.cpp is compiled for each; the library chooses one when it is loaded.
+"""Instruction sets by machine: name -> value of -march. rows.cpp is compiled for each; one is chosen at load time.
 
 On other machines, rows.cpp is compiled without -march.
 """
@@ -237,7 +237,7 @@ def build_cuda(architectures: tuple[str, ...]) -> bool:
 
 
 def architectures_built() -> tuple[str, ...]:
-    """Return the architectures of the existing _C_cuda.so, else ARCHITECTURES. Builds without a choice use these."""
+    """Return the architectures of the existing _C_cuda.so, or ARCHITECTURES. Builds that name none use these."""
     record = PACKAGE / "_C_cuda.json"
     return tuple(json.loads(record.read_text())["architectures"]) if record.exists() else ARCHITECTURES
 

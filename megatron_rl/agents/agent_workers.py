@@ -57,7 +57,7 @@ class AgentWorkers:
     """
 
     def __init__(self, agent: Any, args: dict[str, Any], *, most: int, folder: str = "") -> None:
-        """agent: a module-level function, or its import path. folder: for the agents' output, a file each."""
+        """agent: a module-level function, or its import path. folder: for output, one file per sample."""
         self.path = path_of(agent, key="rollout.workflow_args.agent", what="agents run")
         self._args, self._most, self._given_folder = args, most, folder
         self._pool: WorkerPool | None = None

@@ -228,7 +228,7 @@ class RolloutExecutor:
         return accepted
 
     def notice_version(self) -> None:
-        """Start the episodes that the gate admits after a rise of the policy version."""
+        """Start the episodes that the gate admits at the new, higher policy version."""
         try:
             self._start()
         except Exception as error:  # an observer's; the trainer is not waiting here, and its next call raises
@@ -426,7 +426,7 @@ class RolloutExecutor:
         self._start()
 
     async def _restored(self, episode: Episode) -> Outcome | None:
-        """Wait for the episode's recalled task to end, if any. Return the group that an earlier process journaled."""
+        """Wait for the episode's recalled task, if any. Return the outcome if an earlier process journaled it."""
         self._metrics.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
         if episode.ending is not None and not episode.ending.done():
             await asyncio.wait([episode.ending], timeout=ENDING_S)

@@ -98,7 +98,7 @@ class RolloutProcess(RolloutStub):
             os.close(lock)  # the child's copy keeps the lock while a child may write
         self._begun: Future[None] | None = None
         self.rpc = RpcClient(RpcSocket(ours), on_told=self._hear, on_end=self._find_out)
-        # From the last answer: name of each stalled part of the process -> seconds of silence.
+        # From the last answer: seconds for which the event loop has been blocked, and seconds of each current call.
         self._pulse: dict[str, float] = {}
         self._pulse_at, self._closed = time.monotonic(), threading.Event()
         process_exit.start_thread(self._feel_pulse, name="rollout-pulse")
@@ -184,7 +184,10 @@ class RolloutProcess(RolloutStub):
             return str(error)
 
     def silent(self) -> Silence:
-        """Return the stalled parts of the process, with seconds of silence and a remedy. Callable from any thread."""
+        """Return how long the process has not answered, and how long its event loop and its calls have been busy.
+
+        As `{name: (seconds, text for the warning)}`. Callable from any thread.
+        """
         who, age_s = f"the rollout process (pid {self.process.pid})", time.monotonic() - self._pulse_at
         stacks = f" kill -USR2 {self.process.pid} writes its main thread's stack to run.folder/hang."
         found = {who: (age_s, f" The thread that hears it is {where(self.rpc.hearing)}.{stacks}")}

@@ -68,7 +68,7 @@ class RpcSocket:
         os.register_at_fork(after_in_child=close_in_child)
 
     def send(self, message: tuple[object, ...], *, name_of: Callable[[Future[Any]], int] | None = None) -> None:
-        """Send a message. name_of: returns a number for each future in the message."""
+        """Send a message. name_of: returns the number that is sent in place of a future."""
         buffers: list[memoryview] = []
         head = _pack(message, buffers, name_of)
         sizes = [len(head), *(buffer.nbytes for buffer in buffers)]
@@ -80,7 +80,7 @@ class RpcSocket:
                 self._socket.sendall(buffer)
 
     def receive(self, *, future_of: Callable[[int], Future[Any]] | None = None) -> Any:
-        """Receive a message. future_of: returns the future for each number in the message."""
+        """Receive a message. future_of: returns the future for a number that was sent in place of one."""
         (count,) = _COUNT.unpack(self._read(_COUNT.size))
         sizes = struct.unpack(f"<{count}Q", self._read(8 * count))
         head, *buffers = [self._read(size) for size in sizes]
@@ -362,7 +362,7 @@ class RpcClient:
     def start(self, method: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Call the method of this name on the other process's object, without waiting. Return a future of its result.
 
-        The future raises what the method raises. Cancelling the future also cancels a call that the server answers
+        The future raises what the method raises. Cancelling the future cancels the call if the server answers it
         concurrently.
         """
         key = "call", next(self._numbers)

@@ -340,7 +340,7 @@ class RLRun(Run):
     def add_demonstrations(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
         """Add the demonstrations to the updates, as the config section `demonstrations` says.
 
-        Call this after all forward passes that precede the updates: demonstrations take no part in them.
+        Call this last before the updates: earlier forward passes must not include demonstrations.
         """
         return self.demonstrations.add(batch, updates)
 

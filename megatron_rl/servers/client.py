@@ -74,7 +74,7 @@ class ServerClient(ServerHttp):
         vocab_size: int | None,
         spans: Spans,
     ) -> None:
-        """freezes_steps: requests are paused in place, so weight updates arrive in the middle of a step.
+        """freezes_steps: requests are paused in place, so weights may change in the middle of a server's step.
 
         uses_adapters: requests use the server's adapters named ADAPTERS.
 

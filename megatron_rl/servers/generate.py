@@ -305,7 +305,7 @@ class SamplingClient(Sampler):
     async def _wait_after(
         self, error: ServerError | RequestRefused, server: ServerClient, asking: Asking, deadline: asyncio.Timeout
     ) -> None:
-        """Count a failed try, and wait before the next one. Raises the error if there is none."""
+        """Count a failed try, and wait before the next one. Raises the error if there must be no further try."""
         if isinstance(error, RequestRefused):
             # A faulty server that refuses everything would soon be the least busy one and end every episode.
             if asking.refused or not self.fleet.has_another(server):

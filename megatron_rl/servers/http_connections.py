@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import httptools
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum bytes of an answer without any of its body: status line, headers, trailers."""
+"""Maximum bytes of an answer's status line, headers and trailers."""
 WITHOUT_BODY = (204, 304)
 """Statuses of answers that never have a body."""
 SMALL_BYTES = 64 * 1024
@@ -33,7 +33,7 @@ class Stream(Protocol):
     """Bytes of an incomplete event."""
 
     def take(self, piece: bytes) -> None:
-        """Parse a piece. If it raises, the exchange ends, and `Exchange.wait` raises the same."""
+        """Parse a piece. An exception ends the exchange, and `Exchange.wait` raises it."""
 
 
 class Origin:

@@ -83,7 +83,7 @@ def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, 
 
 
 def check_counting(server: ServerClient, gconfig: GenerationConfig, interruption: str) -> None:
-    """Raise RequestRefused for penalties if the server does not apply them exactly to the tokens of a reply so far.
+    """Raise RequestRefused if the request has penalties and the server does not count a reply's tokens exactly.
 
     interruption: rollout.interruption.
     """

@@ -65,7 +65,7 @@ current_attempt: contextvars.ContextVar[Attempt | None] = contextvars.ContextVar
 def call_here() -> AbstractContextManager[None]:
     """Return a context manager whose block is cancelled when the current attempt ends.
 
-    Outside an attempt it does nothing.
+    Outside an attempt, the context manager does nothing.
     """
     attempt = current_attempt.get()
     return nullcontext() if attempt is None else attempt.call()

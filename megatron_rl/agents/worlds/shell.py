@@ -20,7 +20,7 @@ from megatron_rl.workflows.tools import Tool, middle_left_out
 KEEPER = "import sys; sys.path.insert(0, sys.argv[1]); from megatron_rl.sandbox.container import main; main()"
 PACKAGES = str(Path(megatron_rl.__file__).parents[1])
 MOST_BYTES = 1 << 20
-"""Maximum size of a command's output."""
+"""Maximum bytes of a command, and of its output."""
 LONGEST_LINE = 1 << 24
 VMSTAT = Path("/proc/vmstat")
 
@@ -98,9 +98,10 @@ class Container:
         await self._ask(do="begin", fresh=list(fresh))
 
     async def run(self, command: str, cwd: str, env: dict[str, str], *, time_s: float) -> tuple[int | None, str]:
-        """Run a bash command. Return its exit status (None if it exceeded `time_s`) and its output.
+        """Run a bash command. Return its exit status and output.
 
-        Raises ContainerFull if no process can be started, because too many run in the container or on the host.
+        The exit status is None if the command exceeded `time_s` or ended the container's first process. Raises
+        ContainerFull if no process can be started, because too many run in the container or on the host.
         """
         what = {"do": "run", "command": command, "cwd": cwd, "env": env, "time_s": time_s, "most_bytes": MOST_BYTES}
         answer = await self._ask(do="ask", what=what)
