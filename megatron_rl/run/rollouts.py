@@ -150,7 +150,7 @@ class RolloutProcesses:
         config, options = self.config, servers_of(self.config)
         self.nodes = nodes = parallel.first_ranks_of_nodes(self.groups, timeout_s=config.collective_timeout_s)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.groups.world_size))
-        options.check_share(self.groups.world_size // here, len(gpus_of_host()))  # on all ranks, so that all raise and none waits
+        options.check_share(self.groups.world_size // here, len(gpus_of_host()))  # on all ranks, so that none waits
         if nodes is None:
             return []
         if nodes.size == 1:
