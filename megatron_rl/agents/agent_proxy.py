@@ -123,7 +123,7 @@ class AgentProxy:
             await session.close()
 
     def _of(self, request: web.Request) -> tuple[AgentSession, dict[str, AgentApi]] | None:
-        headers = request.headers  # OpenAI's clients send the one, Anthropic's the other
+        headers = request.headers  # OpenAI's clients send Authorization, Anthropic's x-api-key
         key = headers.get("Authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
         return self._sessions.get(key)
 
@@ -161,7 +161,7 @@ class AgentProxy:
             return web.json_response(api.result(body, await session.answer(asked, shows_thoughts=api.shows_thoughts)))
         except Exception as error:
             if is_hang_up(error, request):
-                return web.Response(status=HUNG_UP)  # nobody reads it
+                return web.Response(status=HUNG_UP)  # nobody reads the answer
             return refusal(api, *told(error, session))
 
 

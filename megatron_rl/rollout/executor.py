@@ -146,7 +146,7 @@ class RolloutExecutor:
         self._resamples = count * self.config.max_uniform_resamples
 
         is_synchronous = self.config.max_staleness == 0
-        # Queue one step's prompts more than fit, so that they start as soon as the next version makes room.
+        # Queue `count` more prompts than fit, so that they start as soon as the next version makes room.
         spare = 0 if is_synchronous else count
         # An asynchronous episode's step is unknown when it begins.
         step = f"version {self.engine.get_version()} " if is_synchronous else ""
@@ -554,7 +554,7 @@ class EpisodeEngine(Sampler):
         failures = 0
         with self._attempt.call():
             while True:
-                # This engine, with counts of its own; copy.copy takes 5 times as long.
+                # A copy of this engine with its own counts; copy.copy takes 5 times as long.
                 sampler = object.__new__(type(self))
                 sampler.__dict__ = self.__dict__ | {"_asked": Counter()}
                 try:

@@ -222,7 +222,7 @@ class RpcServer:
                 result = await result
         except Exception as raised:
             result, error = None, raised
-        except asyncio.CancelledError:  # something it awaited was cancelled; nobody cancels this task
+        except asyncio.CancelledError:  # something that the call awaited was cancelled, not this task
             result, error = None, CancelledError()
         self._reply(key, result, error)
 
@@ -416,7 +416,7 @@ class RpcClient:
         if key is None:
             try:
                 self._on_told(*content)
-            except (EOFError, OSError) as own:  # not the socket's
+            except (EOFError, OSError) as own:  # raised by on_told, not by the socket
                 raise RuntimeError(f"{content[0]!r} was told, and led to {type(own).__name__}: {own}") from own
             return
         with self._lock:

@@ -179,7 +179,7 @@ class RolloutProcesses:
             devices=devices_by_server(options),
             on_death=self._on_death,
             routes=self.routes,
-            # No server of a run decodes with the model's own layer.
+            # draft.kind = mtp is trained, but no server of a run decodes with it.
             draft=config.draft if has_draft else DraftConfig(),
             draft_folder=write_draft_config(folder, arch, config.model.dtype) if has_draft else None,
         )
@@ -285,7 +285,7 @@ class Rollouts:
                 try:
                     engine.update_weights(self.process if groups.is_main else None, version)
                 except NoServerLeft as error:  # restarted or returning servers get the weights in another attempt
-                    if attempt == PUBLICATION_ATTEMPTS:  # the weights may be what kills them
+                    if attempt == PUBLICATION_ATTEMPTS:  # the weights may be what makes servers fail
                         raise
                     logger.warning("%s", error)
                     is_published = [False]
@@ -376,7 +376,7 @@ def devices_by_server(options: RolloutConfig) -> list[list[str]] | None:
     """
     each, gpus = options.gpus_per_server, options.devices
     if options.colocated and not gpus and len(visible := gpus_of_host()) >= options.server_gpus:
-        gpus = visible[: options.server_gpus]  # no launcher has chosen them
+        gpus = visible[: options.server_gpus]  # because no launcher has assigned GPUs
     own = [gpus[first : first + each] for first in range(0, len(gpus), each)]
     if options.colocated:
         own = [[*mine, *(gpu for gpu in gpus if gpu not in mine)] for mine in own]

@@ -199,7 +199,7 @@ class ServerClient(ServerHttp):
     async def _server_info(self, *, timeout_s: float) -> dict[str, Any]:
         try:
             return await self.call_json("GET", "/server_info", timeout_s=timeout_s)
-        except NotFound:  # before 0.5.6
+        except NotFound:  # SGLang before 0.5.6
             return await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
 
     async def probe(self, *, timeout_s: float) -> ServerInfo:

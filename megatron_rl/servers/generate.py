@@ -179,7 +179,7 @@ class SamplingClient(Sampler):
                         is_whole = req.grammar is not None or req.gconfig.stop or req.gconfig.counts_tokens
                         most = left if is_whole else min(left, self.config.part_tokens or left)
                         asking, part = self._asking(req, reply, most), None
-                        await self._take_slot(deadline)  # first, as a chosen server could be gone once a slot is free
+                        await self._take_slot(deadline)  # before a server is chosen, which could be gone by then
                         try:
                             while part is None:
                                 part = await self._try(asking, deadline)
@@ -284,7 +284,7 @@ class SamplingClient(Sampler):
                 span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}
             await fleet.accept(server, part, asked)
         except asyncio.CancelledError:
-            if deadline.expired():  # the timeout cancels this task, as the episode's end does
+            if deadline.expired():  # cancelled by the timeout, not by the episode's end
                 fleet.note_overdue(server, since)
             if (begun := begun_by(req)) is not None and not self._has_failed():
                 await self._end_early(server, call, asked, events, begun)
@@ -292,12 +292,12 @@ class SamplingClient(Sampler):
         except (ServerError, RequestRefused) as error:
             failure = error
         finally:
-            call.close()  # otherwise the server would go on generating
+            call.close()  # otherwise the server would continue to generate
             server.calls.discard(call)
         if failure is not None:
             await self._wait_after(failure, server, asking, deadline)
             return None
-        for one, said in asking.refused.items():  # this server could: blame those that refused, not the request
+        for one, said in asking.refused.items():  # one server replied, so those that refused are at fault
             fleet.record_failure(one, BadReply(f"{said} (which another server did not)"))
         self.metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(asking.refused))
         return part

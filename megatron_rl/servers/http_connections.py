@@ -276,7 +276,7 @@ class Connections:
         context = self._context if origin.is_secure else None
         _, connection = await loop.create_connection(lambda: Connection(origin), origin.host, origin.port, ssl=context)
         origin.connected_s = time.monotonic()
-        if exchange.is_over:  # given up meanwhile
+        if exchange.is_over:  # the exchange failed meanwhile
             connection.transport.close()
         else:
             connection.send(exchange, head, body)

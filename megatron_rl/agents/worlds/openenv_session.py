@@ -78,7 +78,7 @@ class Session:
                 answer = json.loads(await self._socket.receive_str())
         except TimeoutError as error:
             raise OpenEnvFailed(f"{self.url}: {kind} took longer than {self.call_timeout_s:g} s.") from error
-        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:  # no text message: it was closed
+        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:  # a message without text: it was closed
             raise OpenEnvFailed(f"{self.url}: {kind}: the server is gone: {error}") from error
         found: dict[str, Any] = answer["data"]
         if answer["type"] != "error":
