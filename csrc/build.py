@@ -1,9 +1,9 @@
-"""Build the operators: `python csrc/build.py`. Nothing happens where everything is current.
+"""Build the operators: `python csrc/build.py`. Libraries that are up to date are not built again.
 
-Makes megatron_rl/_C_cpu.so with a C++20 compiler, and megatron_rl/_C_cuda.so where nvcc is found and the installed
-torch has CUDA. Both use torch's stable ABI: one build serves every torch from 2.10 on and every Python. Needs no GPU,
-and does not import torch. A .json beside each library says what it was built from; objects stay in build/csrc under
-the hash of all they depend on.
+Builds megatron_rl/_C_cpu.so with a C++20 compiler. Builds megatron_rl/_C_cuda.so if nvcc is found and the installed
+torch has CUDA. Both use torch's stable ABI, so one build works with every Python and every torch from 2.10 on. Needs no
+GPU, and does not import torch. A .json file next to each library records what it was built from. Object files stay in
+build/csrc, named by a hash of everything that they depend on.
 """
 
 from __future__ import annotations
@@ -30,21 +30,24 @@ OBJECTS = SOURCES.parent / "build" / "csrc"
 RESOURCES = SOURCES / "resources.json"
 
 ARCHITECTURES = ("80", "90a", "100")
-"""Compute capabilities compiled for. The last one also as PTX, for later devices."""
+"""Compute capabilities that kernels are compiled for. PTX of the last one is included, for later devices."""
 
 CPU_FLAGS = ["-std=c++20", "-O3", "-fPIC", "-fvisibility=hidden", "-ffp-contract=fast", "-fno-math-errno", "-Wall"]
 CUDA_FLAGS = ["-std=c++20", "-O3", "-lineinfo", "-Xcompiler=-fPIC,-fvisibility=hidden", "--expt-relaxed-constexpr"]
 INSTRUCTION_SETS = {"x86_64": {"baseline": "x86-64", "avx2": "haswell", "avx512": "skylake-avx512"}}
-"""rows.cpp is compiled once for each and chosen when the library loads; elsewhere only for the machine's baseline."""
+"""Instruction sets by machine: name -> value of -march. rows.cpp is compiled for each; one is chosen at load time.
+
+On other machines, rows.cpp is compiled without -march.
+"""
 
 
 class BuildError(RuntimeError):
-    """What is missing, and the way out."""
+    """The operators cannot be built. The message names what is missing and how to get it."""
 
 
 @dataclass(frozen=True)
 class Unit:
-    """One object file: a source and how it is compiled."""
+    """One object file: its source file and the command that compiles it."""
 
     source: Path
     compiler: tuple[str, ...]
@@ -60,7 +63,7 @@ class Unit:
 
 
 def sources(*suffixes: str) -> list[Path]:
-    """Return the operators' source files. csrc/emulation is left out: it is a tool of the tests."""
+    """Return the operators' source files with these suffixes, without csrc/emulation, which only tests use."""
     paths = sorted(path for path in SOURCES.rglob("*") if path.suffix in suffixes)
     return [path for path in paths if path.parent.name != "emulation"]
 
@@ -70,17 +73,14 @@ def headers_hash() -> str:
 
 
 def sources_hash() -> str:
-    """Of everything a library is made from; the loader compares it with the one a library was built from."""
+    """Return a hash of all sources. The loader compares it with the hash that a library was built from."""
     paths = sources(".h", ".cuh", ".cpp", ".cu", ".py")
     parts = [part for path in paths for part in (str(path.relative_to(SOURCES)).encode(), path.read_bytes())]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def run(command: list[str], output: Path) -> str:
-    """Run a compiler that writes `output`; the file appears whole or not at all.
-
-    Returns what the compiler said.
-    """
+    """Run a compiler that writes `output`, and return what it printed. On failure there is no output file."""
     output.parent.mkdir(parents=True, exist_ok=True)
     partial = output.with_name(f".{output.name}.{os.getpid()}")
     done = subprocess.run([*command, "-o", str(partial)], capture_output=True, text=True)
@@ -102,7 +102,7 @@ def cxx() -> str:
 
 
 def nvcc() -> str | None:
-    """The machine's nvcc, or that of pip's nvidia-cuda-nvcc."""
+    """Return the path of nvcc: in CUDA_HOME, on PATH, or from pip's nvidia-cuda-nvcc. None if there is none."""
     home = os.environ.get("CUDA_HOME")
     from_pip = ":".join(str(path) for path in Path(sysconfig.get_path("purelib")).glob("nvidia/cu*/bin"))
     return (
@@ -113,7 +113,7 @@ def nvcc() -> str | None:
 
 
 def cuda_home() -> Path:
-    """The toolkit's folder as nvcc tells it: the nvcc on PATH may be a wrapper anywhere."""
+    """Return the CUDA toolkit's folder as reported by nvcc, because the nvcc on PATH may be a wrapper elsewhere."""
     said = subprocess.run([str(nvcc()), "--dryrun", "-c", "none.cu"], capture_output=True, text=True).stderr
     return next(Path(line.partition("TOP=")[2]).resolve() for line in said.splitlines() if "TOP=" in line)
 
@@ -126,7 +126,7 @@ def torch_folder() -> Path:
 
 
 def torch_versions() -> tuple[str, str | None]:
-    """Torch's version and its CUDA's, without the seconds that importing it takes."""
+    """Return the versions of torch and of its CUDA (or None), without importing torch, which takes seconds."""
     names: dict[str, str | None] = {}
     for line in (torch_folder() / "version.py").read_text().splitlines():
         name, _, value = line.partition("=")
@@ -171,14 +171,18 @@ def link(units: list[Unit], library: Path, *flags: str) -> None:
         list(pool.map(Unit.build, units))
     folder = torch_folder() / "lib"
     objects = [str(unit.object) for unit in units]
-    # The compiler's own library first: torch's export some constructors of another one, and string streams made by half
-    # of each ended a process on a GPU machine as soon as a number was written to one.
+    # Link the compiler's own libstdc++ first. Torch's libraries export some constructors of another version, and a
+    # string stream that mixes both versions crashes when a number is written to it.
     libraries = ["-Wl,--no-as-needed", "-lstdc++", "-ltorch_cpu", "-lc10"]
     run([cxx(), "-shared", *objects, f"-L{folder}", *libraries, *flags], library)
 
 
 def cuda_link_flags() -> list[str]:
-    """Libtorch_cuda is named as needed even where this torch has none: an empty stand-in gives the linker its name."""
+    """Return the linker flags of _C_cuda.so.
+
+    The library depends on libtorch_cuda.so by name, even if the installed torch has none. An empty stand-in with this
+    name satisfies the linker.
+    """
     stand_in = OBJECTS / "stand_in" / "libtorch_cuda.so"
     run([cxx(), "-shared", "-xc++", "/dev/null", "-Wl,-soname,libtorch_cuda.so"], stand_in)
     cudart = [f"-L{cuda_home() / name}" for name in ("lib64", "lib")]
@@ -186,7 +190,10 @@ def cuda_link_flags() -> list[str]:
 
 
 def write_if_stale(library: Path, built_for: dict[str, object], make: Callable[[], None]) -> bool:
-    """Build unless the .json beside the library says that it came from these sources, in this way."""
+    """Build the library and return True, unless its .json file shows that it is up to date.
+
+    built_for: what the build depends on in addition to the sources.
+    """
     record = library.with_suffix(".json")
     wanted = {"sources": sources_hash(), **built_for}
     if library.exists() and record.exists() and json.loads(record.read_text()) == wanted:
@@ -204,12 +211,12 @@ def build_cpu() -> bool:
 
 
 def build_rehearsal() -> bool:
-    """The stand-in for a CUDA device, for one version of torch: it is no user of the stable ABI, but part of torch."""
+    """Build the stand-in for a CUDA device, for this torch version only: it does not use the stable ABI."""
     library, folder = PACKAGE / "_C_rehearsal.so", torch_folder()
     command = [cxx(), "-std=c++20", "-O1", "-shared", "-fPIC", f"-isystem{folder / 'include'}"]
     command += [str(SOURCES / "rehearsal" / "shim.cpp"), f"-L{folder / 'lib'}", f"-Wl,-rpath,{folder / 'lib'}"]
     built_for: dict[str, object] = {"compiler": cxx(), "torch": torch_versions()[0], "torch's folder": str(folder)}
-    # A torch with CUDA has registered its own device when the shim, which names it as needed, registers another.
+    # With these dependencies, a torch with CUDA registers its own device before the shim registers another.
     libraries = ["-lc10", "-ltorch_cpu", *(["-ltorch_cuda"] if torch_versions()[1] else [])]
     return write_if_stale(
         library, built_for, lambda: run([*command, "-Wl,--no-as-needed", *libraries], library) and None
@@ -230,13 +237,13 @@ def build_cuda(architectures: tuple[str, ...]) -> bool:
 
 
 def architectures_built() -> tuple[str, ...]:
-    """What _C_cuda.so was built for: a build that names no architectures, such as the tests', keeps them."""
+    """Return the architectures of the existing _C_cuda.so, or ARCHITECTURES. Builds that name none use these."""
     record = PACKAGE / "_C_cuda.json"
     return tuple(json.loads(record.read_text())["architectures"]) if record.exists() else ARCHITECTURES
 
 
 def build(cuda: str = "auto", architectures: tuple[str, ...] | None = None) -> list[str]:
-    """Build what is not current; return the libraries' names."""
+    """Build the libraries that are not up to date, and return their names. cuda: auto, yes or no."""
     built = ["_C_cpu.so"] if build_cpu() else []
     built += ["_C_rehearsal.so"] if build_rehearsal() else []
     if cuda == "yes" or (cuda == "auto" and nvcc() and torch_versions()[1]):
@@ -245,7 +252,7 @@ def build(cuda: str = "auto", architectures: tuple[str, ...] | None = None) -> l
 
 
 def resources(architectures: tuple[str, ...] = ARCHITECTURES) -> dict[str, dict[str, int]]:
-    """Registers of every kernel by architecture, as ptxas reports them; a spill raises."""
+    """Return `{architecture: {kernel: registers per thread}}` from ptxas. Raises BuildError if a kernel spills."""
     jobs = [(name, unit) for name, units in cubin_units(architectures).items() for unit in units]
     found: dict[str, dict[str, int]] = {name: {} for name, _ in jobs}
     with ThreadPoolExecutor(os.cpu_count()) as pool:
@@ -255,7 +262,7 @@ def resources(architectures: tuple[str, ...] = ARCHITECTURES) -> dict[str, dict[
 
 
 def cubin_units(architectures: tuple[str, ...]) -> dict[str, list[Unit]]:
-    """The kernels' machine code: one file for each source and architecture."""
+    """Return the units that compile each kernel source to machine code (cubin), by architecture."""
     units: dict[str, list[Unit]] = {}
     for architecture in architectures:
         flags = (*CUDA_FLAGS, f"-gencode=arch=compute_{architecture},code=sm_{architecture}", "-Xptxas=-v", "-cubin")
@@ -265,7 +272,7 @@ def cubin_units(architectures: tuple[str, ...]) -> dict[str, list[Unit]]:
 
 
 def ptxas_report(unit: Unit) -> str:
-    """What ptxas says of one source; said once and kept, like an object."""
+    """Return what ptxas prints for a source. The text is kept in a file, like an object file."""
     kept = unit.object.with_suffix(".txt")
     if not kept.exists():
         kept.write_text(run([*unit.compiler, str(unit.source)], unit.object.with_suffix(".cubin")))
@@ -291,7 +298,7 @@ def nvcc_version() -> str:
 
 
 def nvdisasm() -> str | None:
-    """On PATH, beside nvcc, or where the pip package nvidia-cuda-nvdisasm puts it."""
+    """Return the path of nvdisasm: on PATH, next to nvcc, or from pip's nvidia-cuda-nvdisasm. None if not found."""
     package = importlib.util.find_spec("nvidia")
     packaged = [
         str(place)
@@ -303,7 +310,7 @@ def nvdisasm() -> str | None:
 
 
 def report(architectures: tuple[str, ...] = ARCHITECTURES) -> dict:
-    """Registers, instructions and predictions of every kernel (csrc/sass_report.py): what resources.json holds."""
+    """Return the content of resources.json: registers, instructions and predicted speeds of every kernel."""
     if nvcc() is None or nvdisasm() is None:
         missing = "nvcc" if nvcc() is None else "nvdisasm"
         raise BuildError(

@@ -1,23 +1,29 @@
-"""Predict what the kernels take of a GPU's time from the machine code that ptxas made. Needs no GPU, and asks none.
+"""Predict the speed of the kernels on GPUs from the machine code that ptxas made. Needs no GPU.
 
-The log-probability kernels, as a share of the copy bandwidth. The path: among all ways through a kernel that load a
-given number of 16-byte pieces and take an exponential of each of their numbers, the one of fewest instructions.
-Checksums take no exponentials, and the one that sums words goes round a loop.
+Log-probability kernels are predicted as a share of the copy bandwidth. Of all paths through a kernel that load a given
+number of 16-byte pieces and take an exponential of each number in them, the model uses the one with the fewest
+instructions. Checksums take no exponentials, and the checksum that sums words runs a loop.
 
-The model is a closed queue for one multiprocessor. Its customers are the resident blocks, as many as registers and
-warps allow. Each goes round three stations. Memory: the block's bytes at the bandwidth of a copy. Issue: the busiest of
-the schedulers (a warp instruction a clock in each quarter, of which 92 % are usable) and of the pipes in RATES. A
-delay: the latency of one warp alone by LATENCY, on the shortest path that also stores a result (a block is gone when
-its last warp is), which other resident blocks hide as far as there are enough of them (Little's law). Services are
-constant, so a block that finds another being served waits half of its time on average (mean value analysis with that
-correction). A launch pays the delay and the issue of one block once more, where it fills and drains.
+The model is a closed queueing network of one multiprocessor. Its customers are the resident blocks, as many as
+registers and warps allow. Each block visits three stations in turn:
 
-The policy loss and the advantages, in microseconds. The path: the longest way, every option on, without what is seldom.
-Loops go round once, but for the search among many sequences and the addition of many pieces, whose rounds are counted.
-The same queue holds as many blocks as one multiprocessor gets. Where blocks are fewer than multiprocessors, each has
-more of the bandwidth, up to 64 bytes a clock. The delay is that of a block that finishes last and adds up what all have
-left. Two sweeps: the blocks of both begin together, and when the first sweep is done, the second goes on behind its
-wait. Where they are not all resident, the second begins anew. A launch pays LAUNCH_SECONDS.
+- Memory: the block's bytes at the bandwidth of a copy.
+- Issue: the busiest of the schedulers and of the pipes in RATES. Each quarter of the multiprocessor issues one warp
+  instruction per clock, and 92 % of these slots are usable.
+- Delay: the latency (LATENCY) of one warp alone. Its path is the shortest that also stores a result, because a block
+  ends with its last warp. Other resident blocks work during the delay, so enough of them hide it (Little's law).
+
+Service times are constant, so a block that finds another one in service waits half of that one's time on average. Mean
+value analysis with this correction gives the throughput. A launch also takes the delay and the issue of one block, to
+fill and drain the queue.
+
+The policy loss and the advantages are predicted in microseconds. Their path is the longest one, with every option on,
+but without rare instructions. Each loop runs once, except the search among many sequences and the addition of many
+pieces, whose rounds are counted. The queue is the same, with as many blocks as one multiprocessor gets. If there are
+fewer blocks than multiprocessors, each block gets more bandwidth, up to 64 bytes per clock. The delay is that of the
+block that finishes last and adds up the results of all blocks. If a kernel has two sweeps, the blocks of both start
+together, and the second sweep continues after the first is done. If the blocks of both sweeps cannot be resident at
+once, the second sweep starts from its beginning. A launch also takes LAUNCH_SECONDS.
 """
 
 from __future__ import annotations
@@ -34,17 +40,20 @@ WARP, QUARTERS, WARPS_RESIDENT, BLOCKS_RESIDENT, REGISTERS = 32, 4, 64, 32, 6553
 BLOCK_WARPS, PIECES = 8, 8
 SLICE_BYTES = WARP * PIECES * 16
 TILE_BYTES = BLOCK_WARPS * SLICE_BYTES
-"""Of a warp, and at most of a block, of the log-probability kernels (csrc/kernels/logprobs.cu)."""
+"""SLICE_BYTES: bytes of one warp. TILE_BYTES: maximum bytes of one block. Both as in csrc/kernels/logprobs.cu."""
 
 USABLE_SLOTS = 0.92
 BLOCK_START_CLOCKS = 200
 FINISH_SECONDS = LAUNCH_SECONDS = 2.0e-6
-"""Time of finish_kernel, which follows partials_kernel, with the gap between two kernels of a stream; that gap."""
+"""LAUNCH_SECONDS: gap between two kernels of a stream.
+
+FINISH_SECONDS: time of finish_kernel, which follows partials_kernel, including that gap.
+"""
 
 
 @dataclass(frozen=True)
 class Device:
-    """The sizes and rates of a GPU. The bandwidth is the one that a copy reaches, not the data sheet's."""
+    """Sizes and rates of a GPU. The bandwidth is what a copy reaches, not the data sheet's."""
 
     architecture: str
     multiprocessors: int
@@ -79,16 +88,19 @@ PIPES = {
 PIPE_OF = {opcode: pipe for pipe, opcodes in PIPES.items() for opcode in opcodes.split()}
 
 RATES = {"fma": 128, "imad": 64, "alu": 64, "fp64": 64, "mufu": 16, "lsu": 32}
-"""Threads a clock on one multiprocessor. Conversions share the pipe of mufu; the other pipes cost issue slots only."""
+"""Threads per clock on one multiprocessor. Conversions share the pipe of mufu; other pipes cost only issue slots."""
 RATES_OF = {"sm_80": RATES | {"fma": 64, "fp64": 32}, "sm_90a": RATES, "sm_100": RATES}
 
 LATENCY = {
     "fma": 5, "imad": 5, "alu": 5, "fp64": 9, "mufu": 20, "conversion": 20, "lsu": 30, "uniform": 12, "control": 1,
 }  # fmt: skip
 DRAM_CLOCKS, CACHE_CLOCKS, BARRIER_CLOCKS, FENCE_CLOCKS = 650, 280, 30, 500
-"""A 16-byte load comes from memory. A narrower one is a number of the row, which its other blocks have fetched; of a
-policy loss or advantages it comes from memory, too, but for what other blocks of the launch have left. A fence waits
-until the stores of its block have arrived."""
+"""Clocks of a load from memory, a load from the cache, a barrier and a fence.
+
+16-byte loads come from memory. Narrower loads come from the cache, because other blocks have fetched that row. In the
+policy loss and the advantages, narrower loads come from memory too, except loads of other blocks' results. A fence
+waits until the stores of its block have arrived.
+"""
 
 INSTRUCTION = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?(U?P[\dT]))?\s*([A-Z][\w.]*)\s*(.*?)\s*;")
 LABEL = re.compile(r"(\.L_x_\d+)")
@@ -124,7 +136,7 @@ class Instruction:
 
     @property
     def turns(self) -> int:
-        """In its pipe: the load-store unit moves four bytes of a thread at a time."""
+        """How often the instruction passes through its pipe. The load-store unit moves 4 bytes per thread at a time."""
         return 4 if self.pipe == "lsu" and ".128" in self.opcode else 1
 
     @property
@@ -135,12 +147,12 @@ class Instruction:
 
     @property
     def loads_column(self) -> bool:
-        """It reads what the launch was given; a strong load reads what other blocks of it have written."""
+        """True if it loads an input of the launch. Strong loads read what other blocks of the launch have written."""
         return self.name == "LDG" and ".STRONG" not in self.opcode
 
     @cached_property
     def registers(self) -> tuple[list[str], list[str]]:
-        """(written, read), predicates among them."""
+        """Names of the registers that are written and of those that are read, including predicates."""
         parts = [part.strip() for part in self.operands.split(",")]
         predicate = len(parts) > 1 and any(re.fullmatch(r"U?P[\dT]", part) for part in parts[:2])
         targets = 2 if predicate else 1  # as in `IADD3 R5, P0, R6, R7` and `SHFL.BFLY PT, R5, R6, 0x1`
@@ -159,14 +171,14 @@ def adjacent(operand: str, width: int) -> Iterator[str]:
 
 @dataclass
 class Block:
-    """Instructions that run one after another, and the numbers of the blocks that may follow."""
+    """A basic block: instructions that run in sequence, and the numbers of the blocks that may follow."""
 
     instructions: list[Instruction]
     following: list[int]
 
 
 def kernels_in(disassembly: str) -> dict[str, list[Block]]:
-    """Read what `nvdisasm -c` prints: `{readable name: blocks}`."""
+    """Parse the output of `nvdisasm -c` into `{readable kernel name: blocks}`."""
     sections = re.split(r"\.section\s+\.text\.", disassembly)[1:]
     mangled = "\n".join(section.partition(",")[0] for section in sections)
     readable = subprocess.run(
@@ -197,7 +209,7 @@ def blocks_of(section: str) -> list[Block]:
 
 
 def in_order(blocks: list[Block]) -> tuple[list[int], set[tuple[int, int]]]:
-    """Blocks so that each comes before those that follow it, and the edges that close a loop, which are left out."""
+    """Return the block numbers in topological order, and the edges that close a loop, which the order ignores."""
     order: list[int] = []
     closing: set[tuple[int, int]] = set()
     state: dict[int, str] = {0: "open"}
@@ -219,13 +231,17 @@ def in_order(blocks: list[Block]) -> tuple[list[int], set[tuple[int, int]]]:
 
 
 Done = tuple[int, int, int, bool]
-"""On a way so far: 16-byte loads, exponentials, shuffles, whether something was stored in global memory."""
+"""State of a partial path: 16-byte loads, exponentials, shuffles, and whether it has stored to global memory."""
 Way = tuple[int, int, Done]
-"""Instructions so far, the block before and what was done on entering it."""
+"""A partial path: number of instructions, the previous block, and the state on entering that block."""
 
 
 def paths(blocks: list[Block], exponentials: int, must_store: bool, shuffles: int = 0) -> dict[int, list[Instruction]]:
-    """The shortest way for each number of 16-byte loads, with `exponentials` and `shuffles` for each, or more."""
+    """Return the shortest path for each number of 16-byte loads.
+
+    A path has at least `exponentials` exponentials and `shuffles` shuffles per load and, if must_store, a store to
+    global memory.
+    """
     most, moved = PIECES * exponentials, PIECES * shuffles
     order, closing = in_order(blocks)
     ways: dict[int, dict[Done, Way]] = {number: {} for number in order}
@@ -258,9 +274,10 @@ def paths(blocks: list[Block], exponentials: int, must_store: bool, shuffles: in
 
 
 def longest(blocks: list[Block], through: str, around: str, start: int = 0, end: int = -1) -> list[Instruction]:
-    """The longest way that meets an instruction like `through` and none like `around`, each loop once.
+    """Return the longest path with an instruction that matches `through` and none that matches `around`.
 
-    From one block to another, or to where the kernel ends.
+    It runs each loop once. start, end: first and last block; end -1 is the kernel's end. Raises ValueError if there is
+    no such path.
     """
     order, closing = in_order(blocks)
     ways: dict[tuple[int, bool], tuple[int, list[int]]] = {(start, False): (0, [])}
@@ -288,7 +305,7 @@ def longest(blocks: list[Block], through: str, around: str, start: int = 0, end:
 
 
 def round_of_loop(blocks: list[Block], through: str) -> list[Instruction]:
-    """The longest way once round the shortest loop with such an instruction."""
+    """Return one round of the shortest loop with an instruction that matches `through`, by the loop's longest path."""
     rounds = []
     for last, first in in_order(blocks)[1]:
         try:
@@ -299,7 +316,10 @@ def round_of_loop(blocks: list[Block], through: str) -> list[Instruction]:
 
 
 def clocks_alone(path: list[Instruction], column_clocks: int = CACHE_CLOCKS) -> int:
-    """Of one warp, which issues in order and waits for what an instruction reads."""
+    """Return the clocks of one warp alone. It issues in order, and waits for the registers that an instruction reads.
+
+    column_clocks: minimum latency of loads of the launch's inputs.
+    """
     ready: Counter[str] = Counter()
     clock = 0
     for instruction in path:
@@ -317,7 +337,10 @@ def pipes_used(path: list[Instruction]) -> dict[str, int]:
 
 
 def issue_clocks(path: list[Instruction], architecture: str, warps: int = BLOCK_WARPS) -> float:
-    """Of one block, whose warps share the quarters evenly."""
+    """Return the clocks for which one block keeps the busiest scheduler or pipe busy.
+
+    Its warps are spread evenly over the quarters of the multiprocessor.
+    """
     turns: Counter[str] = Counter()
     for instruction in path:
         turns["mufu" if instruction.pipe == "conversion" else instruction.pipe] += instruction.turns
@@ -326,13 +349,19 @@ def issue_clocks(path: list[Instruction], architecture: str, warps: int = BLOCK_
 
 
 def blocks_resident(registers: int, warps: int = BLOCK_WARPS) -> int:
-    """Of so many warps on one multiprocessor; registers are given to a warp of a quarter in units of 256."""
+    """Return how many blocks of `warps` warps one multiprocessor holds.
+
+    registers: per thread. A quarter of the multiprocessor allocates registers to its warps in units of 256.
+    """
     of_warp = -(-registers * WARP // 256) * 256
     return min(min(REGISTERS // QUARTERS // of_warp * QUARTERS, WARPS_RESIDENT) // warps, BLOCKS_RESIDENT)
 
 
 def blocks_per_clock(resident: int, services: tuple[float, float], delay: float) -> float:
-    """Mean value analysis of the closed queue, one customer more at a time."""
+    """Return the throughput of the closed queue, by mean value analysis, which adds one customer at a time.
+
+    resident: number of blocks. services: clocks of a block at the memory and issue stations.
+    """
     waiting, busy, rate = [0.0, 0.0], [0.0, 0.0], 0.0
     for customers in range(1, resident + 1):
         times = [s * (1 + w - b / 2) for s, w, b in zip(services, waiting, busy, strict=True)]
@@ -343,18 +372,16 @@ def blocks_per_clock(resident: int, services: tuple[float, float], delay: float)
 
 @dataclass(frozen=True)
 class Kernel:
-    """A streaming kernel: a warp takes a slice of a row, 16 bytes for a lane, and a block as many as a tile fills."""
+    """A kernel that streams over rows. A lane loads 16 bytes at a time, a warp a slice of a row, and a block a tile."""
 
     registers: int
-    paths: dict[int, list[Instruction]]  # by 16-byte loads: of most warps
-    storing: dict[int, list[Instruction]]  # of the last warp of a block
-    moves: (
-        float  # bytes that go through memory for a byte of the tile: 1 read, 2 read and written, 1.5 written as 16 bits
-    )
+    paths: dict[int, list[Instruction]]  # number of 16-byte loads -> path of most warps
+    storing: dict[int, list[Instruction]]  # the same, of a block's last warp
+    moves: float  # memory traffic per byte of the tile: 1 if read, 2 if also written, 1.5 if written with half the bits
 
     @cached_property
     def issue(self) -> Callable[[int, str], float]:
-        """(16-byte loads, architecture) -> clocks of one warp's issue."""
+        """Function (number of 16-byte loads, architecture) -> issue clocks of one warp."""
         return cache(lambda loads, architecture: issue_clocks(self.paths[loads], architecture, 1))
 
     @cached_property
@@ -362,7 +389,7 @@ class Kernel:
         return {n: clocks_alone(path) - len(path) + BLOCK_START_CLOCKS for n, path in self.storing.items()}
 
     def tile(self, size: int, warps: int, device: Device) -> tuple[float, float, float]:
-        """Clocks of (memory, issue, delay) for a tile of so many bytes, of which full warps come first."""
+        """Return the clocks (memory, issue, delay) of a block with `size` bytes and `warps` warps, full ones first."""
         full, rest = divmod(size, SLICE_BYTES)
         wanted = [PIECES] * full + [-(-rest * PIECES // SLICE_BYTES)] * (rest > 0)
         loads = [min(n for n in self.paths if n >= want) for want in [*wanted, *[0] * (warps - len(wanted))]]
@@ -391,30 +418,36 @@ class Kernel:
 
 
 STRONG, SLOW, NOTHING = r"LDG.*STRONG", r"CALL|WARPSYNC.COLLECTIVE|ENDCOLLECTIVE", r"$"
-"""Opcodes by which ways are told apart: a load of what other blocks have left (the first of these is the wait for the
-first sweep), and what is seldom: divisions by denormal numbers, shuffles of a warp that has come apart."""
+"""Patterns of opcodes that distinguish paths.
+
+STRONG: a load of other blocks' results; the second sweep's first such load waits for the first sweep. SLOW: rare
+instructions, for divisions by denormal numbers and shuffles of a diverged warp. NOTHING: matches no opcode.
+"""
 TILE_MAP, PIECE_MEANS, STATISTICS = r"STG\.E\.(64|128)", r"STG\.E\.128", r"STG\.E\.64"
-"""Of the stores: what the first sweep leaves, of advantages and of the policy loss, and the last block's sums."""
+"""Patterns of stores. TILE_MAP, PIECE_MEANS: results of the first sweep, for the advantages and for the policy loss.
+
+STATISTICS: sums of the last block.
+"""
 SEARCH, ADDITION = r"VOTE", r"DADD"
-"""In a loop: the search of a sequence, and the last block's addition of what the pieces have left."""
+"""Patterns of instructions in loops: the search for a token's sequence, and the addition of all pieces' results."""
 SEARCHED_AT_ONCE, ADDED_AT_ONCE, MOST_BYTES_PER_CLOCK = 64, 128, 64
 TOKENS = 32768
 PPO_CASES = {"by token": 0, "one sequence": 1, "64 sequences": 64}
 GAE_CASES = {"one sequence": 1, "64 sequences": 64, "2048 sequences": 2048}
 PPO_PIECE, PPO_BYTES, GAE_TILE, GAE_BYTES = 256, 37, 1024, 17
-"""Tokens of a block and bytes of a token, read and written (csrc/kernels/ppo.cu and gae.cu)."""
+"""Tokens per block, and bytes read and written per token (csrc/kernels/ppo.cu and gae.cu)."""
 
 
 @dataclass(frozen=True)
 class TokenKernel:
-    """A kernel of one number a token: blocks of 256 threads that mostly wait, for memory and for each other."""
+    """A kernel with one number per token. Its blocks of 256 threads mostly wait for memory and for each other."""
 
     registers: int
     block_bytes: int
-    first: list[Instruction]  # the first of two sweeps; empty where there is one
+    first: list[Instruction]  # path of the first of two sweeps; empty if there is only one sweep
     second: list[Instruction]
-    search: list[Instruction]  # a further round of it, and of the addition
-    addition: list[Instruction]
+    search: list[Instruction]  # one more round of the search
+    addition: list[Instruction]  # one more round of the addition
 
     def clocks(self, path: list[Instruction], blocks: int, device: Device, more: int = 0) -> float:
         on_one = -(-blocks // device.multiprocessors)
@@ -425,7 +458,7 @@ class TokenKernel:
         return on_one / blocks_per_clock(min(on_one, blocks_resident(self.registers)), services, delay)
 
     def seconds(self, blocks: int, sequences: int, device: Device) -> float:
-        """Of a launch with so many blocks a sweep."""
+        """Return the seconds of a launch with `blocks` blocks per sweep."""
         clocks = (blocks - 1) // ADDED_AT_ONCE * clocks_alone(self.addition)
         search = sum(SEARCHED_AT_ONCE**i < sequences for i in range(1, 8)) * clocks_alone(self.search, DRAM_CLOCKS)
         if not self.first:
@@ -458,7 +491,7 @@ def token_kernel(name: str, blocks: list[Block], registers: int) -> TokenKernel:
 
 
 def microseconds(kernels: dict[str, TokenKernel], device: Device) -> dict[str, float]:
-    """`{case: microseconds}` of 32,768 tokens. By sequence the policy loss has a piece more for each."""
+    """Return `{case: microseconds}` for 32,768 tokens. The policy loss by sequence has one more piece per sequence."""
     seconds = {}
     for case, sequences in PPO_CASES.items():
         kernel = kernels["ppo_kernel<true>" if sequences else "ppo_kernel<false>"]
@@ -470,13 +503,13 @@ def microseconds(kernels: dict[str, TokenKernel], device: Device) -> dict[str, f
 
 STORED = {"bf16": ("BF16", 2), "fp16": ("F16", 2), "fp32": ("float", 4)}
 WIDTHS = (32000, 128256, 151936, 18992, 4000, 151935)
-"""Three vocabularies, one of 8 ranks' part of the largest and of the smallest, and one whose rows are not aligned."""
+"""Vocabulary sizes: three full ones, an eighth of the largest and of the smallest, and one with unaligned rows."""
 CASES = [(rows, columns) for rows in (4096, 16384) for columns in WIDTHS]
-"""(T, V)"""
+"""Shapes (T, V) of the logits."""
 
 
 def predictions(kernels: dict[str, Kernel], device: Device) -> dict[str, float]:
-    """`{case: per cent of the copy bandwidth}`, the gradient without the entropy's."""
+    """Return `{case: per cent of the copy bandwidth}`. The backward pass has no gradient of the entropy."""
     found = {}
     for dtype, (name, size) in STORED.items():
         for rows, columns in CASES:
@@ -507,7 +540,7 @@ def disassemble(nvdisasm: str, cubin: Path) -> dict[str, list[Block]]:
 
 def streaming(name: str, blocks: list[Block], registers: int) -> Kernel:
     exponentials = 4 if "<float" in name else 8  # numbers in 16 bytes
-    # Rows that are not aligned: the way through all moves to the left. No other has as many shuffles.
+    # For unaligned rows: the path with all moves to the left, because no other path has as many shuffles.
     shuffles = 0 if not re.match(r"partials_kernel<\w+, false", name) else exponentials // 4 + 3
     common, storing = (paths(blocks, exponentials, must_store, shuffles) for must_store in (False, True))
     moves = 1 if name.startswith("partials") else 1.5 if re.search("<float, B?F16", name) else 2
@@ -515,11 +548,11 @@ def streaming(name: str, blocks: list[Block], registers: int) -> Kernel:
 
 
 CHECKSUM_BYTES = (1 << 26, 1 << 30)
-"""Of what is summed in one launch."""
+"""Bytes summed in one launch."""
 
 
 def loop_in(blocks: list[Block]) -> list[Instruction]:
-    """The shortest way round a loop that loads PIECES pieces in each turn."""
+    """Return one round of the shortest loop that loads PIECES 16-byte pieces per round."""
     order, closing = in_order(blocks)
     found = []
     for last, first in closing:
@@ -535,9 +568,9 @@ def loop_in(blocks: list[Block]) -> list[Instruction]:
 
 @dataclass(frozen=True)
 class Looping:
-    """A kernel whose blocks go round a loop for a tile at a time, and read only.
+    """A read-only kernel whose blocks loop over tiles.
 
-    A round waits and issues as the loop does, and besides for its part of what a block does before and after.
+    The model spreads the time of the code before and after the loop evenly over a block's rounds.
     """
 
     registers: int
@@ -546,7 +579,7 @@ class Looping:
 
     def seconds(self, nbytes: int, device: Device) -> float:
         rounds, before = nbytes / TILE_BYTES / device.multiprocessors, clocks_alone(self.path) + BLOCK_START_CLOCKS
-        turns = min(max(int(rounds / 6), 1), 8)  # of a block, as launch_word_sums chooses them
+        turns = min(max(int(rounds / 6), 1), 8)  # rounds per block, as launch_word_sums chooses
         issue = sum(issue_clocks(p, device.architecture) / n for p, n in ((self.loop, 1), (self.path, turns)))
         delay = clocks_alone(self.loop) - len(self.loop) + before / turns
         rate = blocks_per_clock(blocks_resident(self.registers), (TILE_BYTES / device.bytes_per_clock, issue), delay)
@@ -554,14 +587,14 @@ class Looping:
 
 
 def checksum_predictions(code: dict[str, list[Block]], registers: dict[str, int], device: Device) -> dict[str, float]:
-    """`{case: per cent of the copy bandwidth}`, where a read is taken to be no faster than a copy."""
+    """Return `{case: per cent of the copy bandwidth}`. Assumes that reading is no faster than copying."""
     sums, hashes = "word_sums_kernel", "tile_hash_kernel"
     path = paths(code[sums], 0, must_store=True)[PIECES]
     looping = Looping(registers[sums], loop_in(code[sums]), path)
     tiled = Kernel(registers[hashes], *(paths(code[hashes], 0, store) for store in (False, True)), moves=1)
     found = {}
     for nbytes in CHECKSUM_BYTES:
-        # The sums are set to zero before.
+        # Another launch sets the sums to zero first; FINISH_SECONDS below stands for it.
         times = {sums: looping.seconds(nbytes, device), hashes: tiled.seconds(nbytes // TILE_BYTES, TILE_BYTES, device)}
         for name, seconds in times.items():
             percent = 100 * nbytes / device.copy_bandwidth / (seconds + FINISH_SECONDS)
@@ -579,22 +612,23 @@ def checksum_table(predicted: dict[str, dict[str, float]]) -> list[str]:
 
 
 HEAD = (4096, 151936)
-"""Hidden size and vocabulary of an output layer with weights in bfloat16."""
+"""Hidden size and vocabulary size of an output layer with bfloat16 weights."""
 HEAD_ROWS, HEAD_PARTS = 3072, 4
-"""Rows of its chunks, and the parts in which their logits are formed, as megatron_rl/ops/head.py has them."""
+"""Rows per chunk, and parts per chunk, whose logits are formed one part at a time, as in megatron_rl/ops/head.py."""
 HEAD_FLOPS = {"H100": 7.0e14, "H200": 7.0e14}
-"""Operations a second of cuBLAS's products of such sizes: assumed, 71 % of the data sheet's."""
+"""Assumed FLOP/s of cuBLAS's matrix products of such sizes: 71 % of the data sheet's."""
 SMALL_SECONDS = 25.0e-6
-"""Of a part, in the policy loss and the nine small kernels of torch around it."""
+"""Seconds per part in the policy loss and the nine small torch kernels around it."""
 
 
 def head_over_products(
     rows: int, into_main_grad: bool, is_hidden: bool, kernels: dict[str, Kernel], device: Device, flops: float
 ) -> float:
-    """Time of lm_head_loss with a policy loss over that of its three products alone, which write bfloat16.
+    """Return the time of lm_head_loss with a policy loss, divided by that of its three matrix products alone.
 
-    A product takes the longer of its arithmetic and of its bytes, and hides what it writes, and reads to add to, behind
-    its arithmetic; else (not is_hidden) it hides as much of it as the bare products write, and the rest is added.
+    The products alone write bfloat16. into_main_grad: whether the weight's gradient is added to main_grad. is_hidden:
+    whether a product's memory traffic overlaps its arithmetic, so that it takes the longer of the two. Otherwise, only
+    the traffic of the products alone overlaps, and the rest is added to the time.
     """
     hidden, vocab = HEAD
     forward, gradient = (
@@ -608,7 +642,7 @@ def head_over_products(
             return max(arithmetic, (operands + result) / device.copy_bandwidth)
         return arithmetic + (result - bare_result) / device.copy_bandwidth
 
-    seconds = 0.0 if into_main_grad else 6.0 * hidden * vocab / device.copy_bandwidth  # scaled, rounded
+    seconds = 0.0 if into_main_grad else 6.0 * hidden * vocab / device.copy_bandwidth  # scale, round the gradient
     for start in range(0, rows, HEAD_ROWS):
         chunk = min(HEAD_ROWS, rows - start)
         for begin in range(0, chunk, HEAD_ROWS // HEAD_PARTS):
@@ -628,7 +662,7 @@ HEAD_CASES = [f"T={rows}, {where}" for rows in (4096, 8192, 16384) for where in 
 
 
 def head_predictions(kernels: dict[str, Kernel], device: Device, flops: float) -> dict[str, float]:
-    """`{case: ratio}`, where products hide what they write, and where not."""
+    """Return `{case: ratio}`, and the same with ", not hidden" for products whose extra traffic overlaps nothing."""
     found = {}
     for case in HEAD_CASES:
         rows, into_main_grad = int(case[2:].split(",")[0]), "main_grad" in case
@@ -647,7 +681,7 @@ def head_table(predicted: dict[str, dict[str, float]]) -> list[str]:
 
 
 def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: dict[str, dict[str, int]]) -> dict:
-    """Return the content of csrc/resources.json. cubins, registers: by architecture, sm_90a for one."""
+    """Return the content of csrc/resources.json. cubins, registers: by architecture, such as sm_90a."""
     described: dict[str, dict] = {}
     predicted: dict[str, dict[str, float]] = {}
     times: dict[str, dict[str, float]] = {}
@@ -677,7 +711,7 @@ def report(nvcc: str, nvdisasm: str, cubins: dict[str, list[Path]], registers: d
 
 
 def tables(report: dict) -> str:
-    """Markdown for csrc/README.md."""
+    """Return the Markdown tables of csrc/README.md."""
     predicted, times = report[PERCENT], report[MICROSECONDS]
     columns = [f"{what}, {device}" for what in ("log-probs", "forward", "both") for device in DEVICES]
     lines = ["| prediction, % of copy | " + " | ".join(columns) + " |", "|---|" + "---|" * len(columns)]

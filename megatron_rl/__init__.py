@@ -1,6 +1,6 @@
 """Megatron-native reinforcement learning for large language models. Public names are imported when first used.
 
-`train_on(rows, model, reward)` is a whole run. `examples/own_task/train.py` is its loop in 45 lines of the other names.
+`train_on(rows, model, reward)` is a whole run. `examples/own_task/train.py` writes out the loop with the other names.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ def rl_steps(run: RLRun) -> Iterator[int]:
             updates = run.add_demonstrations(batch, updates)
         with run.timers("update"):
             stats = run.actor.update(updates, targets)
-        critic_stats = run.update_critic(batch, step)  # during its warm-up, raises the version to publish
+        critic_stats = run.update_critic(batch, step)  # during its warm-up, also raises the policy version
         with run.timers("publish"):
             run.rollouts.publish()
         run.save(step=step + 1)
@@ -60,7 +60,10 @@ def rl_steps(run: RLRun) -> Iterator[int]:
 
 
 def row_steps(run: RowRun) -> Iterator[int]:
-    """Run the steps of training on rows. Yields and returns as `rl_steps` does."""
+    """Run the steps of supervised or preference training, yielding the number of completed steps after each.
+
+    Returns early after a stop signal.
+    """
     if not run.begin():
         return
     for step in range(run.first_step, run.config.run.steps):
@@ -82,7 +85,11 @@ class Parts(NamedTuple):
 
 
 def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
-    """Return the parts for a kind of run: rl, supervised, preference, or '' for the kind that the config implies."""
+    """Return the config check, run class and step loop of one kind of run.
+
+    kind: rl, supervised, preference, or '' for the kind that the config implies. The returned check rejects a config of
+    another kind.
+    """
     if not kind:
         kind = "supervised" if config.supervised.answer else "preference" if config.preference.loss else "rl"
     # Imported here because imports take seconds and each kind needs only its own.
@@ -104,7 +111,7 @@ def parts_of(config: TrainConfig, *, kind: str = "") -> Parts:
 
 
 def main(argv: list[str] | None = None, *, kind: str = "") -> None:
-    """Train as the command line says. `megatron-rl sft` and `megatron-rl preferences` also pass the kind."""
+    """Run training from the command line. `megatron-rl sft` and `megatron-rl preferences` pass `kind`."""
 
     def load(config: TrainConfig) -> tuple[rank.Check, rank.Train]:
         return parts_of(config, kind=kind).check, functools.partial(train, kind=kind)

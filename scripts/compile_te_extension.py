@@ -2,10 +2,10 @@
 
     python scripts/compile_te_extension.py [FOLDER] [--minutes 40] [--files NAME...]
 
-It takes the version of requirements/gpu.txt, and prints a line for each file: seconds of processor time, and `ok` or
-the first error. FOLDER (build/te_extension) keeps the sources and the objects, and a later call compiles only what is
-missing. Nothing is linked. The exit status is 1 if a file does not compile, and 2 if the minutes were over before all
-had their turn.
+It uses the version in requirements/gpu.txt, and prints one line per file: seconds of processor time, and `ok` or the
+first error. FOLDER (default build/te_extension) keeps sources and object files, so a later call compiles only missing
+ones. Nothing is linked. The exit status is 1 if a file does not compile, and 2 if the time limit was reached before all
+files were tried.
 """
 
 from __future__ import annotations
@@ -30,18 +30,21 @@ STOPPING_NINJA = """#!/bin/sh
 [ "$1" = --version ] && exec {ninja} --version
 exit 1
 """
-"""Stands in for ninja while setup.py writes the file for it, and then stops the build."""
+"""Replacement for ninja while setup.py runs. It lets setup.py write build.ninja, and then stops the build."""
 
 
 def build_environment() -> dict[str, str]:
-    """Return the variables of docs/gpu.md, and CUDA_HOME: setup.py takes the folder above a wrapper of nvcc for it."""
+    """Return this process's environment with the CPATH of docs/gpu.md and with CUDA_HOME.
+
+    Without CUDA_HOME, setup.py would use the folder of nvcc, which may only be a wrapper.
+    """
     toolkit = os.environ.get("CUDA_HOME") or str(runpy.run_path(str(ROOT / "csrc" / "build.py"))["cuda_home"]())
     paths = [*include_paths(), os.environ.get("CPATH", "")]
     return os.environ | {"CPATH": ":".join(filter(None, paths)), "CUDA_HOME": toolkit}
 
 
 def include_paths() -> list[str]:
-    """Return the folders of headers that CUDA's toolkit may lack, as docs/gpu.md names them in CPATH."""
+    """Return the header folders that docs/gpu.md adds to CPATH, because the CUDA toolkit may lack them."""
     site = Path(sysconfig.get_path("purelib"))
     return [str(site / "nvidia" / name / "include") for name in ("cu13", "cudnn", "nccl")]
 
@@ -52,7 +55,7 @@ def wanted_version() -> str:
 
 
 def sources(folder: Path, environment: dict[str, str]) -> Path:
-    """Return the folder of the unpacked sources, after downloading them if they are not there."""
+    """Return the folder of the unpacked sources. Download them if they are missing."""
     version = wanted_version()
     found = sorted(folder.glob(f"transformer_engine_torch-{version}/setup.py"))
     if not found:
@@ -66,7 +69,7 @@ def sources(folder: Path, environment: dict[str, str]) -> Path:
 
 
 def commands(source: Path, environment: dict[str, str]) -> list[dict[str, str]]:
-    """Return ninja's entries (directory, command, file) of the build that setup.py begins."""
+    """Return the compiler commands of setup.py's build, as entries (directory, command, file, output) of ninja."""
     ninja = shutil.which("ninja")
     if ninja is None:
         sys.exit("ninja is not on PATH: install it (pip install ninja), as Transformer Engine's build needs it too.")
@@ -87,7 +90,7 @@ def commands(source: Path, environment: dict[str, str]) -> list[dict[str, str]]:
 
 
 def compile_file(entry: dict[str, str], environment: dict[str, str]) -> tuple[bool, float, str]:
-    """Return whether a file compiles, the seconds of processor time that it took, and the first error."""
+    """Return whether a file compiles, the processor time it took in seconds, and the first error or ''."""
     before = processor_seconds()
     done = subprocess.run(
         entry["command"], shell=True, cwd=entry["directory"], env=environment, capture_output=True, text=True
@@ -97,7 +100,7 @@ def compile_file(entry: dict[str, str], environment: dict[str, str]) -> tuple[bo
 
 
 def processor_seconds() -> float:
-    """Return the processor time of all commands so far, which other processes on the machine do not change much."""
+    """Return the processor time, in seconds, of all finished commands. Other load on the machine hardly affects it."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 

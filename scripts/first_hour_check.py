@@ -1,7 +1,7 @@
-"""Checks for first_hour.sh: versions of the packages, or the metrics of a run.
+"""Checks for first_hour.sh, of the installed packages or of a run's metrics.
 
     python scripts/first_hour_check.py --packages
-    python scripts/first_hour_check.py runs/first_hour/sglang 3   # the run's folder, and the steps that it must have
+    python scripts/first_hour_check.py runs/first_hour/sglang 3   # the run's folder, and its minimum number of steps
 
 The last line printed is a summary. The exit status is 1 if something is wrong, and the summary says what.
 """
@@ -21,7 +21,10 @@ PACKAGES = ("torch", "megatron-core", "transformer-engine", "flash-attn", "apex"
 
 
 def packages() -> str:
-    """Print the versions of PACKAGES; return a summary. Raises ValueError without a GPU, and if one does not load."""
+    """Print the versions of PACKAGES and return a summary.
+
+    Raises ValueError if there is no GPU, or if an installed package does not load.
+    """
     import torch
 
     from megatron_rl import platform

@@ -1,4 +1,4 @@
-"""Word problems, and an agent that checks its own work. It knows OpenAI's API and nothing of training."""
+"""Word problems, and an agent that checks its own work. The agent only uses OpenAI's API, no training code."""
 
 import json
 import random
@@ -16,7 +16,7 @@ def word_problems(count=200, seed=0):
 
 
 def checks_its_work(base_url, api_key, data):
-    """Ask, then ask for a check. The config's reward scores the last reply, as this returns none of its own."""
+    """Ask, then ask for a check. Returns no reward, so the config's reward function scores the last reply."""
 
     def ask(messages):
         body = json.dumps({"model": "policy", "messages": messages}).encode()

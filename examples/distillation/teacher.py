@@ -1,4 +1,6 @@
-"""Ask a teacher with a recipe, and write its replies as rows for a student that is not told the recipe.
+"""Sample a teacher model with a system prompt, and write its replies as rows for a student.
+
+The student's rows do not have the system prompt.
 
 python examples/distillation/teacher.py [TEACHER_FOLDER [ROWS.jsonl]]
 """
@@ -17,7 +19,7 @@ THINGS = ("a lamp", "a letter", "a bridge", "an apple", "a clock", "a map", "a s
 questions = [[{"role": "user", "content": f"What is {thing} for?"}] for thing in THINGS]
 prompts = [{"messages": [RECIPE, *question]} for question in questions]
 tokenizer, sampling = rl.load_tokenizer(TEACHER), rl.GenerationConfig(n_samples=2, max_new_tokens=32)
-workflow = rl.RLVRWorkflow(lambda **_: 0.0, sampling, tokenizer)  # nothing is rewarded here
+workflow = rl.RLVRWorkflow(lambda **_: 0.0, sampling, tokenizer)  # the reward is not used
 
 with rl.start_servers(TEACHER, ROWS.parent / "servers") as servers:
     rollout = rl.RemoteSGLangEngine(servers)

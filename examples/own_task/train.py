@@ -1,4 +1,4 @@
-"""Teach a model alliteration by its own attempts: own prompts, an own reward and the whole loop in Python.
+"""Train a model to write alliterations, with your own prompts, your own reward and the whole loop in Python.
 
 python examples/own_task/train.py [MODEL_FOLDER]
 """
@@ -17,12 +17,12 @@ def question(letter):
 
 
 def share_of_words(completions, letter, **_):
-    """The reward of one reply. It is given the reply's text and every field of the prompt by name."""
+    """Return the reward of one reply. Receives the reply's text, and every field of the prompt by name."""
     words = completions.lower().split()
     return sum(word.startswith(letter) for word in words) / max(len(words), 1)
 
 
-# Rows of a file instead: rl.load_prompts("my_rows.jsonl"), with a column `prompt` or `messages`.
+# To use rows of a file instead: rl.load_prompts("my_rows.jsonl"), with a column `prompt` or `messages`.
 held_out, prompts = [question(it) for it in "bmst"], rl.PromptIterator([question(it) for it in "acdefghilnoprw"])
 sampling = rl.GenerationConfig(n_samples=8, max_new_tokens=16)
 workflow = rl.RLVRWorkflow(share_of_words, sampling, rl.load_tokenizer(MODEL))
@@ -38,7 +38,7 @@ with rl.start_servers(MODEL, f"{FOLDER}/servers") as servers:
         batch = rollout.rollout_batch(prompts.next_batch(4), workflow)  # 4 prompts x 8 replies, scored
         actor.compute_advantages(batch)  # how much better each reply is than the others to its prompt
         stats = actor.update([batch])[0]
-        policy.update_weights(rollout, policy.get_version())  # the servers go on with the new weights
+        policy.update_weights(rollout, policy.get_version())  # the servers continue with the new weights
         print(f"step {step}: reward {rl.mean_reward(batch):.2f}, gradient norm {stats.grad_norm:.2f}")
     print(f"held-out reward after: {rl.mean_reward(rollout.evaluate(held_out, workflow).result()):.2f}")
     policy.save(f"{FOLDER}/final")

@@ -9,7 +9,7 @@ FACTS = [{"title": town, "text": f"The town of {town} was founded in {year}."} f
 
 
 def questions(first=0, count=6):
-    """Prompts whose answers no model knows without a search."""
+    """Return prompts about invented towns, which a model can answer only with a search."""
     chosen = list(YEARS.items())[first : first + count]
     text = "In which year was the town of {} founded? Search, then answer with the year."
     return [

@@ -32,15 +32,16 @@ class AgentWorkflow(RolloutWorkflow):
     reward, or None to let the reward function score the last reply that it received. The reward function also scores
     the last reply of an agent that fails because its dialogue outgrew the context.
 
-    Every dialogue with the proxy becomes a trajectory with that reward, and all trajectories form one group. If the
+    Every dialogue of the agent becomes a trajectory with that reward, and all trajectories form one group. If the
     agent returns a list, the list must have one reward per reply, in the order received. A trajectory's reward is then
     the sum over its replies. `sequence["turns"]` is the number of replies in a dialogue, and `sequence["sample"]` is
     the index of its sample.
 
     The agent must be a module-level function, because worker processes import it. When an agent's run ends, its process
-    is killed, with all processes that it started.
+    is killed, with all processes that it started. `base_url` ends in /v1; Anthropic's clients append /v1 themselves, so
+    remove it for them.
 
-        def agent(base_url, api_key, data):  # chat completions and Responses; Anthropic's clients add /v1 themselves
+        def agent(base_url, api_key, data):
             client = openai.OpenAI(base_url=base_url, api_key=api_key)
             client.chat.completions.create(model="policy", messages=data["messages"])
         workflow = AgentWorkflow(reward, GenerationConfig(n_samples=4), tokenizer, agent, max_tokens=4096)

@@ -26,7 +26,7 @@ class Answer:
     message: Message
     """Assistant message in chat-completions form."""
     thoughts: str | None
-    """The reply's first thought, for an API that reports thoughts separately."""
+    """The reply's first thought, if the API reports thoughts separately; otherwise None."""
     reply: LLMResponse
     stop: str | None = None
     """The agent's stop string that ended the reply. The message's text does not include it."""
@@ -41,7 +41,7 @@ class Answer:
 
 
 class AgentApi(abc.ABC):
-    """Base class of the APIs. Each instance serves one session, and may store what the agent can refer to later."""
+    """Base class of the APIs. An instance serves one session, and may store responses that later requests refer to."""
 
     path: str
     shows_thoughts = False
@@ -49,7 +49,7 @@ class AgentApi(abc.ABC):
 
     @abc.abstractmethod
     def as_chat(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Convert a request to the form of chat completions. BadRequest names a field that is not supported."""
+        """Convert a request to the form of chat completions. Raises BadRequest for unsupported fields."""
 
     @abc.abstractmethod
     def result(self, body: dict[str, Any], answer: Answer) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class ReplyStream(abc.ABC):
         self._said = ""
 
     def advance(self, thoughts: str | None, said: str) -> Iterator[Event]:
-        """Yield events for new text. RuntimeError if text that was already streamed has changed."""
+        """Yield events for new text. Raises RuntimeError if already streamed text has changed."""
         if not ((thoughts or "").startswith(self._thoughts or "") and said.startswith(self._said)):
             raise RuntimeError("the reply's text is not the one that was streamed so far; ask again.")
         if thoughts is not None and thoughts != self._thoughts:

@@ -50,7 +50,7 @@ def name_of(before: str, value: Any) -> str:
 def canonical_form(message: Message, numbers: dict[str, int]) -> Any:
     """Return the canonical form of a message.
 
-    numbers: call id -> the call's index in the dialogue. This function adds the message's calls.
+    numbers: call id -> the call's index in the dialogue. This function adds the message's calls to it.
     """
     content = message["content"]
     if message["role"] == "assistant" and THOUGHT in content:

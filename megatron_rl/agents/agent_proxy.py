@@ -71,7 +71,7 @@ class ProxyAddress:
     def context(self) -> ssl.SSLContext | None:
         """Return the TLS context; None without a certificate.
 
-        ssl.SSLError if the files do not hold a certificate and its key.
+        Raises ssl.SSLError if the files do not hold a certificate and its key.
         """
         if not self.certificate:
             return None
@@ -123,7 +123,7 @@ class AgentProxy:
             await session.close()
 
     def _of(self, request: web.Request) -> tuple[AgentSession, dict[str, AgentApi]] | None:
-        headers = request.headers  # OpenAI's clients send the one, Anthropic's the other
+        headers = request.headers  # OpenAI's clients send Authorization, Anthropic's x-api-key
         key = headers.get("Authorization", "").removeprefix("Bearer ") or headers.get("x-api-key", "")
         return self._sessions.get(key)
 
@@ -161,7 +161,7 @@ class AgentProxy:
             return web.json_response(api.result(body, await session.answer(asked, shows_thoughts=api.shows_thoughts)))
         except Exception as error:
             if is_hang_up(error, request):
-                return web.Response(status=HUNG_UP)  # nobody reads it
+                return web.Response(status=HUNG_UP)  # nobody reads the answer
             return refusal(api, *told(error, session))
 
 
@@ -177,7 +177,7 @@ Told = tuple[int, str, str | None, str | None]
 def told(error: Exception, session: AgentSession) -> Told:
     """Return the status, message, field and code with which an error is reported to the agent.
 
-    Errors that a request cannot cause are raised again.
+    An error that no request can cause is raised again.
     """
     match error:
         case BadRequest():

@@ -127,7 +127,7 @@ def check(body: dict[str, Any], options: Rules) -> None:
 
 
 def messages_of(body: dict[str, Any]) -> list[Message]:
-    """Return the request's normalized messages, at least one. BadRequest if any is invalid."""
+    """Return the request's normalized messages, at least one. Raises BadRequest if any is invalid."""
     messages = body.get("messages")
     is_right = isinstance(messages, list) and bool(messages)
     require(is_right, "messages", messages, "must be a list of one message or more")

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EDGE_TOKENS = 16
-"""How many tokens at a prompt's end, and at a reply's beginning, are searched for an opened thought."""
+"""Number of tokens at a prompt's end, and at a reply's beginning, that are searched for an opened thought."""
 THOUGHTS = (THINK, THOUGHT)
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 """Characters and length of call ids; some chat templates accept no others."""
@@ -73,7 +73,7 @@ class ProxyOptions:
 
 @dataclass
 class Line:
-    """A dialogue so far. Its states share one copy of the tokens; a copy per state would need quadratic memory."""
+    """A dialogue so far. Its states (see State) share one copy of the tokens: copies would need quadratic memory."""
 
     conversation: Conversation
     split: str
@@ -140,8 +140,8 @@ class AgentSession:
         """Return one trajectory per dialogue and branch, in the order in which their first replies ended.
 
         reward: one reward for all trajectories, or a list with one reward per reply, in the order received. With a
-        list, a trajectory's reward is the sum over the replies that it trains. ValueError if the list's length is not
-        the number of replies.
+        list, a trajectory's reward is the sum over the replies that it trains. Raises ValueError if the list's length
+        is not the number of replies.
         """
         tips = [state for states in self._states.values() for state in states if not state.is_continued]
         if not isinstance(reward, list):
@@ -182,7 +182,7 @@ class AgentSession:
     async def complete(
         self, body: dict[str, Any], *, shows_thoughts: bool = False, progress: Progress | None = None
     ) -> Answer:
-        """Answer a request of the chat completions API. BadRequest or RequestRefused if it cannot be answered.
+        """Answer a request of the chat completions API. Raises BadRequest or RequestRefused.
 
         shows_thoughts: report thoughts separately from the message. The dialogue then continues whether the agent sends
         the thoughts back or not. progress: updated as the reply is generated.
@@ -200,7 +200,7 @@ class AgentSession:
         return len((await self._prompt(body))[0])
 
     async def _prompt(self, body: dict[str, Any]) -> tuple[Conversation, State | None, list[Message]]:
-        """Return the dialogue up to the new reply, the state that the request continues or None, and its messages."""
+        """Return the dialogue before the new reply, the state that it continues or None, and the request's messages."""
         check(body, OPTIONS)
         messages, tools = messages_of(body), tools_of(body)
         names = beginnings(messages, tools)
@@ -286,7 +286,7 @@ class AgentSession:
     async def _tokens(self, rendered: Any, render: Callable[[], list[int]]) -> list[int]:
         """Render and tokenize messages, in a thread if they are long.
 
-        ContextOutgrown if the context cannot hold the text, however long its tokens are.
+        Raises ContextOutgrown if the context cannot hold the text, however long its tokens are.
         """
         characters = len(json.dumps(rendered, ensure_ascii=False))  # templates also write keys and numbers
         # Refuse by length alone: tokenizing megabytes takes seconds.

@@ -42,7 +42,7 @@ class AgentLost(AgentFailed, InfrastructureFailure):
 
 
 class AgentDied(InfrastructureFailure):
-    """An agent's process died before its deadline. This never becomes a reward."""
+    """An agent's process died before its deadline. The failure never becomes a reward."""
 
     KIND = "agent"
 
@@ -57,7 +57,7 @@ class AgentWorkers:
     """
 
     def __init__(self, agent: Any, args: dict[str, Any], *, most: int, folder: str = "") -> None:
-        """agent: a module-level function, or its import path. folder: where each sample's output gets a file."""
+        """agent: a module-level function, or its import path. folder: for output, one file per sample."""
         self.path = path_of(agent, key="rollout.workflow_args.agent", what="agents run")
         self._args, self._most, self._given_folder = args, most, folder
         self._pool: WorkerPool | None = None
@@ -65,10 +65,10 @@ class AgentWorkers:
         self._logs: deque[Path] = deque()
 
     async def run(self, base_url: str, api_key: str, data: dict[str, Any], *, name: str, timeout_s: float) -> Any:
-        """Run the agent and return its value: a number, a list of numbers or None. ValueError for any other value.
+        """Run the agent and return its value: a number, a list of numbers or None.
 
-        AgentTimeout if the agent takes longer than `timeout_s` from the start of its process, AgentFailed if it raises,
-        AgentDied if its process dies. Cancelling this call also kills the process.
+        Raises AgentTimeout if the agent takes longer than `timeout_s` from the start of its process, AgentFailed if it
+        raises, AgentDied if its process dies, ValueError for any other value. Cancelling this call kills the process.
         """
         pool = self._started()
         log = self._log(name)

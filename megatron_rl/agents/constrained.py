@@ -24,9 +24,9 @@ def grammar_of(
 ) -> dict[str, str] | None:
     """Return the grammar for the reply to a request; None for free sampling.
 
-    choice: `refuse` raises BadRequest for a schema or a tool by name, and returns None for `required`; the others
-    return a grammar for all three. is_opened: whether the prompt has opened a thought, which must end before the
-    grammar begins.
+    choice: `refuse` raises BadRequest for a schema or a tool by name, and returns None for `required`; the other
+    choices return a grammar for all three. is_opened: whether the prompt has opened a thought, which must end before
+    the grammar begins.
     """
     wanted, format = body.get("tool_choice"), body.get("response_format") or {"type": "text"}
     is_named, is_schema = is_object(wanted), format["type"] != "text"
@@ -48,7 +48,7 @@ def grammar_of(
 
 
 def schema_of(format: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a request's response_format. BadRequest if it has none."""
+    """Return the schema of a request's response_format. Raises BadRequest if it has none."""
     if format["type"] == "json_object":
         return {"type": "object"}
     given = format.get("json_schema")
@@ -60,7 +60,7 @@ def schema_of(format: dict[str, Any]) -> dict[str, Any]:
 def called(wanted: Any, tools: list[Message], form: ToolFormat) -> dict[str, Any]:
     """Return the grammar's rule for a reply that calls the tool named in `wanted`, or any tool if that is `required`.
 
-    BadRequest if there is no such tool, or if the model's call format has no grammar.
+    Raises BadRequest if there is no such tool, or if the model's call format has no grammar.
     """
     given = wanted.get("function") if is_object(wanted) else None
     name = given.get("name") if is_object(given) else None

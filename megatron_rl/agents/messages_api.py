@@ -33,7 +33,7 @@ from megatron_rl.workflows.messages import Message
 
 
 def keeps_all(value: Any) -> bool:
-    """Return whether the context edits keep the whole context."""
+    """Return whether a request's context edits keep the whole context."""
     edits = value.get("edits") or [] if is_object(value) else [None]
     return all(is_object(edit) and edit.get("keep") == "all" for edit in edits)
 

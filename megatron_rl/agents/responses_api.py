@@ -96,7 +96,7 @@ class ResponsesApi(AgentApi):
     ) -> dict[str, Any]:
         """Return the complete response, and store its dialogue under its id.
 
-        opening: the response's fields announced at the stream's start. ids: item ids already streamed, by kind.
+        opening: the response's fields that were sent when the stream began. ids: item ids already streamed, by kind.
         """
         items = output_items(answer, ids)
         response = opening | {
@@ -249,7 +249,7 @@ def output_items(answer: Answer, ids: dict[str, str]) -> list[dict[str, Any]]:
 
 
 def messages_of_input(value: Any) -> list[Message]:
-    """Convert a request's input to chat-completions messages. BadRequest for an unsupported item."""
+    """Convert a request's input to chat-completions messages. Raises BadRequest for an unsupported item."""
     if is_text(value):
         return [{"role": "user", "content": value}]
     require(isinstance(value, list) and bool(value), "input", value, "must be text, or a list of one item or more")

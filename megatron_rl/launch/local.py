@@ -19,7 +19,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.config import TrainConfig, load_config
+from megatron_rl.config import ParallelConfig, TrainConfig, load_config
 from megatron_rl.launch.ports import free_port
 from megatron_rl.launch.rank import PROGRAM, resume_command
 from megatron_rl.life.last_words import one_line
@@ -110,8 +110,13 @@ def ranks_of_replicas(config: TrainConfig) -> int:
     """Return the fewest ranks that hold whole replicas of every model of a run."""
     layouts = [config.parallel, *([config.critic.parallel] if config.has_critic else [])]
     layouts += [config.reward_model.parallel] if config.reward_model.path else []
-    dense = [layout.tensor * layout.pipeline * layout.context for layout in layouts]
-    return math.lcm(*dense, *(layout.expert * layout.expert_tensor * layout.pipeline for layout in layouts))
+    return math.lcm(*map(ranks_of_replica, layouts))
+
+
+def ranks_of_replica(layout: ParallelConfig) -> int:
+    """Return the fewest ranks that hold a whole replica of a model in this layout."""
+    dense = layout.tensor * layout.pipeline * layout.context
+    return math.lcm(dense, layout.expert * layout.expert_tensor * layout.pipeline)
 
 
 def gpus_of_host() -> list[str]:

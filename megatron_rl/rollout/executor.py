@@ -7,8 +7,8 @@
                       |
                       +---> rejected (the workflow or a filter wants no group), or dead (every attempt raised)
 
-A running episode is requeued if a step is full without it. A dead prompt goes to the dead letters and is counted; it is
-never trained with an invented reward. Everything here runs on one event loop, so nothing needs a lock.
+A running episode is requeued if a step is complete without it. A dead prompt goes to the dead letters and is counted;
+it is never trained with an invented reward. Everything here runs on one event loop, so nothing needs a lock.
 
 This table shows who retries, and what is kept:
 
@@ -76,7 +76,9 @@ class RolloutExecutor:
         records: Records = NO_RECORDS,
         trained_as: GenerationConfig | None = None,
     ) -> None:
-        """events: recorders of training prompts. records: earlier groups and replies, which are not generated again.
+        """events: recorders that are told what happens to each training prompt.
+
+        records: groups and replies of earlier processes, which are not generated again.
 
         trained_as: the run's sampling options, if known.
         """
@@ -144,7 +146,7 @@ class RolloutExecutor:
         self._resamples = count * self.config.max_uniform_resamples
 
         is_synchronous = self.config.max_staleness == 0
-        # Queue one step's prompts more than fit, so that they start as soon as the next version makes room.
+        # Queue `count` more prompts than fit, so that they start as soon as the next version makes room.
         spare = 0 if is_synchronous else count
         # An asynchronous episode's step is unknown when it begins.
         step = f"version {self.engine.get_version()} " if is_synchronous else ""
@@ -178,7 +180,7 @@ class RolloutExecutor:
         """Run one episode per prompt in slots that training leaves free. One slot is always available.
 
         The groups may span several versions. They are not reported to observers, counted for staleness or consumed.
-        `prompt` holds each group's index in `data`, because some episodes may have failed.
+        The column `prompt` holds each group's index in `data`, because some episodes may have failed.
         """
         finished = await self._run_together("evaluate", self._evaluations, data, workflow)
         for entry in finished:
@@ -226,7 +228,7 @@ class RolloutExecutor:
         return accepted
 
     def notice_version(self) -> None:
-        """Start the episodes that the gate admits after a rise of the policy version."""
+        """Start the episodes that the gate admits at the new, higher policy version."""
         try:
             self._start()
         except Exception as error:  # an observer's; the trainer is not waiting here, and its next call raises
@@ -378,7 +380,7 @@ class RolloutExecutor:
             task.exception()  # marks the exception as retrieved; `_run` has reported it
 
     async def _run(self, episode: Episode) -> None:
-        """Run one episode: attempt it until it gives a group or is given up, and book how it ended."""
+        """Run one episode: attempt it until it gives a group or is given up, and record its outcome."""
         is_counted.set(episode.is_training)  # for this task and those that it starts
         task = asyncio.current_task()
         assert task is not None
@@ -424,7 +426,7 @@ class RolloutExecutor:
         self._start()
 
     async def _restored(self, episode: Episode) -> Outcome | None:
-        """Wait for the task of an earlier start, and return the group that an earlier process has journaled, if any."""
+        """Wait for the episode's recalled task, if any. Return the outcome if an earlier process journaled it."""
         self._metrics.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
         if episode.ending is not None and not episode.ending.done():
             await asyncio.wait([episode.ending], timeout=ENDING_S)
@@ -507,7 +509,7 @@ class RolloutExecutor:
 
     @property
     def oldest_kept(self) -> int:
-        """Return the oldest policy version whose tokens a reused reply may contain."""
+        """The oldest policy version whose tokens a reused reply may contain."""
         return self.engine.get_version() - self.config.max_staleness if self.config.stale == "drop" else 0
 
     def _begun(self, episode: Episode) -> int:
@@ -516,7 +518,7 @@ class RolloutExecutor:
 
 
 class EpisodeEngine(Sampler):
-    """The engine that a workflow receives, for one attempt at an episode: an `async with` block.
+    """The engine that a workflow receives. Its `async with` block is one attempt at an episode.
 
         async with EpisodeEngine(executor, episode, record) as engine:
             group = await workflow.arun_episode(engine, episode.data)
@@ -552,7 +554,7 @@ class EpisodeEngine(Sampler):
         failures = 0
         with self._attempt.call():
             while True:
-                # This engine, with counts of its own; copy.copy takes 5 times as long.
+                # A copy of this engine with its own counts; copy.copy takes 5 times as long.
                 sampler = object.__new__(type(self))
                 sampler.__dict__ = self.__dict__ | {"_asked": Counter()}
                 try:
@@ -603,7 +605,8 @@ class EpisodeEngine(Sampler):
     def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:
         """Count how a try of a sample, or the whole attempt, ended.
 
-        The attempt's end is not counted if it only repeats what a sample's end has already shown.
+        The attempt's end is not counted if a sample was counted, and the attempt succeeded or raised the last sample's
+        error.
         """
         attempt = self._attempt
         is_known = attempt.has_noted and (error is None or error is attempt.noted)

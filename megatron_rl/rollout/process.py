@@ -52,7 +52,8 @@ class RolloutProcess(RolloutStub):
     batch = process.rpc.start(RolloutRank.prepare_batch, 8).result()  # runs in the process
     process.close()
 
-    Methods that take long are started by `rpc`. The methods below wait for the method of RolloutRank of their name.
+    Start methods that take long through `rpc`. Each method below calls the RolloutRank method of the same name and
+    waits for its result.
     """
 
     def __init__(
@@ -68,7 +69,8 @@ class RolloutProcess(RolloutStub):
         Call this from the main thread, because the process ends when the thread that started it ends.
 
         on_death(message) is called from a thread of this object if the process ends unexpectedly. on_drop(url, reason)
-        is called for each server that fails a publication. lock: the journal's lock, which the process takes over.
+        is called for each server that fails a publication. lock: file descriptor of the journal's lock, which the
+        process takes over.
         """
         self.log, self._on_death, self._on_drop = log, on_death, on_drop
         self._is_closing = False
@@ -96,7 +98,7 @@ class RolloutProcess(RolloutStub):
             os.close(lock)  # the child's copy keeps the lock while a child may write
         self._begun: Future[None] | None = None
         self.rpc = RpcClient(RpcSocket(ours), on_told=self._hear, on_end=self._find_out)
-        # Stalled parts of the process, by name, with seconds: as of the last answer.
+        # From the last answer: seconds for which the event loop has been blocked, and seconds of each current call.
         self._pulse: dict[str, float] = {}
         self._pulse_at, self._closed = time.monotonic(), threading.Event()
         process_exit.start_thread(self._feel_pulse, name="rollout-pulse")
@@ -171,7 +173,7 @@ class RolloutProcess(RolloutStub):
         """Describe what the process is doing, for a run that hangs. Callable from any thread.
 
         The process writes its stacks and last events to hang/rollout-N.txt. If it does not answer, the report says so,
-        and SIGUSR2 is sent to make its main thread write its stack, for example where C code blocks the interpreter.
+        and SIGUSR2 is sent to make its main thread write its stack, for example if C code blocks the interpreter.
         """
         try:
             return self.rpc.start(RolloutRank.hang_report).result(ANSWER_S)
@@ -182,7 +184,10 @@ class RolloutProcess(RolloutStub):
             return str(error)
 
     def silent(self) -> Silence:
-        """Return the stalled parts of the process, with seconds of silence and a remedy. Callable from any thread."""
+        """Return how long the process has not answered, and how long its event loop and its calls have been busy.
+
+        As `{name: (seconds, text for the warning)}`. Callable from any thread.
+        """
         who, age_s = f"the rollout process (pid {self.process.pid})", time.monotonic() - self._pulse_at
         stacks = f" kill -USR2 {self.process.pid} writes its main thread's stack to run.folder/hang."
         found = {who: (age_s, f" The thread that hears it is {where(self.rpc.hearing)}.{stacks}")}

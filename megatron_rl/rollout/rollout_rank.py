@@ -70,7 +70,7 @@ class Beginning:
     sys_path: list[str]
     """The trainer's sys.path, so that this process can import the same user workflows and rewards."""
     routes: RouteForm | None = None
-    """Form of the model's expert routes, if the trainer replays them."""
+    """Shape and dtype of the model's expert routes, if the trainer replays them."""
 
 
 class RolloutRank(RolloutService):
@@ -127,7 +127,7 @@ class RolloutRank(RolloutService):
         """Connect to the servers, and check that they accept weights and that the rewards' servers answer.
 
         In addition to RolloutService's errors, raises ValueError for a server that accepts no weights. Raises
-        InfrastructureFailure if a reward's server does not answer. Without the check, the run would fail minutes later.
+        InfrastructureFailure if a reward's server does not answer. Without these checks the run would fail later.
         """
         await self.recipe.reach(REWARDS_START_S)
         await super().connect(urls)
@@ -259,7 +259,10 @@ def collect_garbage_seldom() -> None:
 
 
 class RankServer:
-    """Finds who answers the trainer's calls: `begin` makes the RolloutRank that answers all others."""
+    """Finds the function that answers each call of the trainer.
+
+    The call `begin` creates the RolloutRank. Its methods answer all other calls.
+    """
 
     def __init__(self, wire: RpcSocket, loop: asyncio.AbstractEventLoop) -> None:
         self.beat, self._wire, self._loop = Beat(loop), wire, loop

@@ -42,7 +42,10 @@ class RolloutService(ServerWeights):
         events: Sequence[RolloutEvents] = (),
         records: Records = NO_RECORDS,
     ) -> None:
-        """events: recorders of training prompts. records: earlier groups and replies, which are not generated again."""
+        """events: recorders that are told what happens to each training prompt.
+
+        records: groups and replies of earlier processes, which are not generated again.
+        """
         self.config, self._events, self._records, self._options = config, events, records, options
         self.client = SamplingClient(
             config,
@@ -80,7 +83,7 @@ class RolloutService(ServerWeights):
             self._loop.call_soon_threadsafe(self.executor.fail, message)
 
     def counts(self) -> Counts:
-        """Return the counts since the last call. Those of all rollout ranks add up to the step's metrics."""
+        """Return the counts since the last call. The counts of all rollout ranks add up to the step's metrics."""
         counts = self.client.metrics.take()
         if self.client.is_connected:  # all clients have the same servers
             counts.most["servers"] = len(self._fleet.members.serving)
@@ -118,7 +121,7 @@ class RolloutService(ServerWeights):
         self.set_version(version)
 
     async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
-        """Make the servers hold exactly these parts of their memory. Return the URLs of those that failed.
+        """Make the servers hold exactly these parts of `ALL_MEMORY`. Return the URLs of those that failed.
 
         Servers that do not hold all parts generate nothing. starts: URL -> number that changes with each restart of the
         server.

@@ -21,7 +21,7 @@ Buckets = dict[str, Any]
 
 
 class RolloutStub(abc.ABC):
-    """Proxy by which a trainer controls its rollout; a WeightReceiver. RolloutService documents the methods."""
+    """Proxy of a RolloutService, which documents the methods. It is also a WeightReceiver."""
 
     @abc.abstractmethod
     def _call(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:

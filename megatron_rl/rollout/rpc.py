@@ -68,7 +68,7 @@ class RpcSocket:
         os.register_at_fork(after_in_child=close_in_child)
 
     def send(self, message: tuple[object, ...], *, name_of: Callable[[Future[Any]], int] | None = None) -> None:
-        """Send a message. name_of: returns a number for each future in the message."""
+        """Send a message. name_of: returns the number that is sent in place of a future."""
         buffers: list[memoryview] = []
         head = _pack(message, buffers, name_of)
         sizes = [len(head), *(buffer.nbytes for buffer in buffers)]
@@ -80,7 +80,7 @@ class RpcSocket:
                 self._socket.sendall(buffer)
 
     def receive(self, *, future_of: Callable[[int], Future[Any]] | None = None) -> Any:
-        """Receive a message. future_of: returns the future for each number in the message."""
+        """Receive a message. future_of: returns the future for a number that was sent in place of one."""
         (count,) = _COUNT.unpack(self._read(_COUNT.size))
         sizes = struct.unpack(f"<{count}Q", self._read(8 * count))
         head, *buffers = [self._read(size) for size in sizes]
@@ -151,7 +151,7 @@ def _tensor(content: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> T
 
 Find = Callable[[str], Callable[..., Any]]
 Key = tuple[str, int]
-"""("call", number of the call) or ("future", number of a future in an answer)."""
+"""Identifies a pending result: ("call", number of the call) or ("future", number of a future in an answer)."""
 
 
 class RpcServer:
@@ -160,8 +160,8 @@ class RpcServer:
     find(name) returns the function that answers calls of that name. Calls are answered one after the other, and an
     awaitable is awaited before the next call. There are two exceptions. Calls named in `at_once` are answered by the
     reading thread, even if the event loop is blocked. Coroutine functions named in `beside` run concurrently with other
-    calls. PULSE is answered at once, with the seconds that each current call has lasted. Another thread sends the
-    results of futures, because sending a batch takes long.
+    calls. The call PULSE is also answered at once, and its answer has the seconds that each current call has lasted.
+    Another thread sends the results of futures, because sending a batch takes long.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class RpcServer:
                 result = await result
         except Exception as raised:
             result, error = None, raised
-        except asyncio.CancelledError:  # something it awaited was cancelled; nobody cancels this task
+        except asyncio.CancelledError:  # something that the call awaited was cancelled, not this task
             result, error = None, CancelledError()
         self._reply(key, result, error)
 
@@ -299,7 +299,7 @@ def _portable(error: BaseException) -> tuple[bytes, str, str]:
 
 
 def _raised(pickled: bytes, words: str, told: str) -> BaseException:
-    """Rebuild an error, as a RuntimeError if it cannot be unpickled here."""
+    """Rebuild an error from the three values of `_portable`. A RuntimeError replaces one that cannot be unpickled."""
     try:
         error = pickle.loads(pickled) if pickled else RuntimeError(words)
     except Exception:  # user errors may need classes that are missing here
@@ -342,7 +342,7 @@ class RpcClient:
     ) -> None:
         self.wire, self._on_told, self._on_end = wire, on_told, on_end
         self._lock = threading.Lock()
-        # By ("call", number of the call) and ("future", number of a future in an answer).
+        # Keys as in `Key`.
         self._awaited: dict[tuple[str, int], ServedFuture] = {}
         self._numbers = iter(range(1 << 62))
         self._fault: BaseException | None = None
@@ -360,9 +360,9 @@ class RpcClient:
     def start(self, method: str, /) -> Future[Any]: ...
 
     def start(self, method: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call, without waiting, the method of this name of the object that answers in the other process.
+        """Call the method of this name on the other process's object, without waiting. Return a future of its result.
 
-        The future raises what the method raises. Cancelling the future also cancels a call that the server answers
+        The future raises what the method raises. Cancelling the future cancels the call if the server answers it
         concurrently.
         """
         key = "call", next(self._numbers)
@@ -416,7 +416,7 @@ class RpcClient:
         if key is None:
             try:
                 self._on_told(*content)
-            except (EOFError, OSError) as own:  # not the socket's
+            except (EOFError, OSError) as own:  # raised by on_told, not by the socket
                 raise RuntimeError(f"{content[0]!r} was told, and led to {type(own).__name__}: {own}") from own
             return
         with self._lock:

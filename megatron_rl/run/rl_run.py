@@ -1,6 +1,6 @@
-"""Builds the parts of an RL run from its config and offers the methods from which the training loop is made.
+"""Builds the parts of an RL run from its config, and has the methods that the loop in `megatron_rl.train` calls.
 
-Start-up order: checks (no process, no GPU), process group, servers, engines. Every method is called by all ranks.
+Start-up order: checks (no process, no GPU), process group, servers, engines. All ranks must call every method.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from megatron_rl.telemetry.rollout_metrics import metrics_of
 from megatron_rl.types import StepStats, TrajectoryBatch
 
 DIES_BEFORE_STOP_SIGNAL_S = 1.0
-"""Seconds to wait for a stop signal after servers have died. Some schedulers send it to every process of a job, so
-servers may die shortly before this process receives it."""
+"""Seconds to wait for a stop signal after servers have died. Some schedulers signal every process of a job, so servers
+may die shortly before this process receives the signal."""
 
 
 class RLRun(Run):
@@ -68,11 +68,11 @@ class RLRun(Run):
     def __init__(self, config: TrainConfig, *, resume: str = "", ends_process: bool = True) -> None:
         super().__init__(config, resume=resume, ends_process=ends_process)
         self.has_hung = False
-        """True if the current rollout has lasted too long and is abandoned."""
+        """True once a rollout has lasted too long and was abandoned."""
         self.trained_version = 0
         """Policy version when this step's batch was taken."""
         self.supports: dict[str, float] = {}
-        """Metrics of the supports that the trainer computed for this step."""
+        """Metrics of this step's supports (the tokens left by top-k, top-p and min-p), if the trainer computed them."""
         self.is_built = False
         """True once models and rollouts exist."""
 
@@ -118,7 +118,7 @@ class RLRun(Run):
             nodes=processes.nodes,
             dropped=processes.dropped,
         )
-        self.devices.give_to_trainer()  # so that no engine finds the memory taken
+        self.devices.give_to_trainer()  # so that the engines find the memory free
         self._build_models(self.train_prompts, self.tokenizer)
         self.rollouts = Rollouts(
             config, self.groups, self.processes, self.devices, self.engine, is_ending=lambda: self.is_ending
@@ -139,7 +139,7 @@ class RLRun(Run):
         )
 
     def _record_alarm(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Write the records in memory if an error ends the run."""
+        """Write the step records that are still in memory to disk if an error ends the run."""
         if kind is not None and issubclass(kind, Exception):
             self.records.alarm()
 
@@ -197,13 +197,13 @@ class RLRun(Run):
         if not self.resumed or self.first_step in self.resumed["evaluating"]:
             self.evaluate(step=self.first_step)
         starting_up = self.timers.snapshot()  # excludes start-up time from the first step
-        stats_tracker.take()  # discards what the trial of the rewards has logged
+        stats_tracker.take()  # discards metrics logged while the rewards were tried out
         self.traces.begin(self.first_step)
         if self.resumed_from:
             self.say(f"the checkpoint took {starting_up['time/resume']:.1f} s to check and to load")
 
     def _begin_from_warm_start(self) -> None:
-        """Warm-start the policy if the config asks for it, and copy its weights to reference and critic."""
+        """Warm-start the policy if the config asks for it. Copy its weights to the reference and the critic."""
         if not self.warm_start.run():
             return
         self.engine.reset_optimizer(policy_updates(self.config))
@@ -218,7 +218,7 @@ class RLRun(Run):
             critic.engine.load(self.warm_start.folder)  # through files, because the layouts may differ
 
     def _continue_algorithm(self, state: dict[str, Any]) -> None:
-        """Restore what a step depends on besides the trained engines."""
+        """Restore the state that a step depends on in addition to the trained engines."""
         self.actor.load_state_dict(state["algorithm"])
         self.demonstrations.load_state_dict(state)
         if isinstance(self.reference, MegatronEngine) and self.config.warm_start.updates > 0:
@@ -229,7 +229,7 @@ class RLRun(Run):
         return {"policy": self.engine} | ({"critic": self.critic_engine} if self.critic_engine is not None else {})
 
     def checkpoint(self, *, step: int) -> bool:
-        # Before a checkpoint may be written, because the position in the prompts is the one between the two steps.
+        # Before the checkpoint, which must hold the position in the prompts between this step and the next.
         self.resume_state.note_step(self.processes.process)
         return super().checkpoint(step=step)
 
@@ -309,7 +309,10 @@ class RLRun(Run):
         return trained
 
     def compute_advantages(self, batch: StepBatch) -> None:
-        """Set `advantages`, with a critic also `values` and `returns`, and supports if the trainer computes these."""
+        """Set the batch's columns `advantages` and, with a critic, `values` and `returns`.
+
+        Also sets the column of supports if the trainer computes them.
+        """
         if self.critic is not None:
             with self.timers("values"):
                 there = batch.in_layout(self._groups_of(self.critic_engine))
@@ -337,7 +340,7 @@ class RLRun(Run):
     def add_demonstrations(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
         """Add the demonstrations to the updates, as the config section `demonstrations` says.
 
-        Call this after all forward passes that precede the updates, because those concern only sampled tokens.
+        Call this last before the updates: earlier forward passes must not include demonstrations.
         """
         return self.demonstrations.add(batch, updates)
 
@@ -352,7 +355,10 @@ class RLRun(Run):
             return [self.teachers.targets(share) for share in updates]
 
     def update_critic(self, batch: StepBatch, step: int) -> list[StepStats]:
-        """Train the critic, if any. The step is split into updates as for the policy, but in the critic's layout."""
+        """Train the critic, if any, and return the statistics of each update.
+
+        The batch is split into updates as for the policy, but in the critic's parallel layout.
+        """
         if self.critic is None:
             return []
         if step < self.config.critic.warmup_steps:  # admission counts versions, so raise it without an update

@@ -51,7 +51,7 @@ from megatron_rl.weights.route_form import route_form
 logger = logging.getLogger(__name__)
 
 SERVER_LOOK_S = 0.2
-"""Seconds between two checks of whether servers need weights, made by a rank while it waits for replies."""
+"""While a rank waits for replies, it checks at this interval, in seconds, whether servers need weights."""
 PHASES_OF_ROLLOUTS = ("rollout", "evaluate", "publish")
 """Phases in which the trainer waits for its rollout process."""
 PUBLICATION_ATTEMPTS = 3
@@ -87,7 +87,7 @@ class RolloutProcesses:
         self.supervisor: Supervisor | None = None
         self.process: RolloutProcess | None = None
         self.nodes: Axis | None = None
-        """Axis of the nodes' first ranks. None on other ranks, or if servers do not share the trainer's devices."""
+        """Process group of all nodes' first ranks. None on other ranks, or if servers do not share the devices."""
         self.urls: list[list[str]] = []
         """URLs of all servers, grouped by the node that the run started them on."""
         self.dropped: dict[str, str] = {}
@@ -143,7 +143,10 @@ class RolloutProcesses:
         )
 
     def _start_on_nodes(self) -> list[list[str]]:
-        """Start this node's share of the servers, on its first rank. That rank returns all URLs by node, others []."""
+        """Start this node's share of the servers, on the node's first rank.
+
+        Returns the URLs of all servers, grouped by node, on first ranks; [] on others.
+        """
         config, options = self.config, servers_of(self.config)
         self.nodes = nodes = parallel.first_ranks_of_nodes(self.groups, timeout_s=config.collective_timeout_s)
         here = int(os.environ.get("LOCAL_WORLD_SIZE", self.groups.world_size))
@@ -176,7 +179,7 @@ class RolloutProcesses:
             devices=devices_by_server(options),
             on_death=self._on_death,
             routes=self.routes,
-            # No server of a run decodes with the model's own layer.
+            # draft.kind = mtp is trained, but no server of a run decodes with it.
             draft=config.draft if has_draft else DraftConfig(),
             draft_folder=write_draft_config(folder, arch, config.model.dtype) if has_draft else None,
         )
@@ -189,7 +192,7 @@ class RolloutProcesses:
         return wait_for_servers(options.registry, run, options.server_count, timeout_s=options.start_timeout_s)
 
     def stop(self) -> None:
-        """Stop what was started, if anything."""
+        """Stop the rollout process and the servers that this rank started, if any."""
         if self.process is not None:  # before the servers, whose end would look like a failure
             self.process.close()
         if self.supervisor is not None:
@@ -249,7 +252,7 @@ class Rollouts:
             engine.publisher = IPCPublisher(receiver, bucket_bytes=config.actor.bucket_bytes, nodes=nodes)
 
     def waits_for(self, phase: str) -> str:
-        """Describe what the rollout process is doing if `phase` waits for it, else return ''.
+        """Describe what the rollout process is doing if the trainer waits for it in `phase`; otherwise return ''.
 
         Callable from any thread.
         """
@@ -282,7 +285,7 @@ class Rollouts:
                 try:
                     engine.update_weights(self.process if groups.is_main else None, version)
                 except NoServerLeft as error:  # restarted or returning servers get the weights in another attempt
-                    if attempt == PUBLICATION_ATTEMPTS:  # the weights may be what kills them
+                    if attempt == PUBLICATION_ATTEMPTS:  # the weights may be what makes servers fail
                         raise
                     logger.warning("%s", error)
                     is_published = [False]
@@ -297,8 +300,8 @@ class Rollouts:
     def _select_servers(self) -> bool:
         """Select the servers of the publication, at least one.
 
-        Return False on all ranks if no server is left and the run is ending. Its servers were then stopped with it
-        and do not come back, and the run only has to save.
+        Returns False on all ranks if no server is left and the run is ending. The servers were then stopped together
+        with the run and do not come back; the run only has to save.
         """
         is_over = False
         if self.groups.is_main:
@@ -315,7 +318,7 @@ class Rollouts:
     # -- groups -------------------------------------------------------------------------------------------------------
 
     def give_to_servers(self) -> None:
-        """Give shared devices to the servers. Publish again first if a checkpoint has taken the servers' weights."""
+        """Give shared devices to the servers. Publish first if the servers had to release their weights."""
         if self.devices.servers_lack_weights:
             self.publish()
         self.devices.give_to_servers()
@@ -373,7 +376,7 @@ def devices_by_server(options: RolloutConfig) -> list[list[str]] | None:
     """
     each, gpus = options.gpus_per_server, options.devices
     if options.colocated and not gpus and len(visible := gpus_of_host()) >= options.server_gpus:
-        gpus = visible[: options.server_gpus]  # no launcher has chosen them
+        gpus = visible[: options.server_gpus]  # because no launcher has assigned GPUs
     own = [gpus[first : first + each] for first in range(0, len(gpus), each)]
     if options.colocated:
         own = [[*mine, *(gpu for gpu in gpus if gpu not in mine)] for mine in own]

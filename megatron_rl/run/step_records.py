@@ -69,7 +69,7 @@ class StepRecorder:
 
     recorder = StepRecorder(config, groups, {"policy": engine}, timers, say=print)
     recorder.begin(3, batch)  # before anything is computed from the batch
-    recorder.end(batch, updates, {"policy": stats})
+    recorder.end(batch, {"policy": stats})
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class StepRecorder:
         # One more checkpoint than is kept, because the newest may still be on its way to the disk.
         kept_from = max(0, step // every - options.keep_checkpoints) * every
         self._pending = {number: parts for number, parts in self._pending.items() if number >= kept_from}
-        if self.groups.is_main:
+        if self.groups.is_main and (step % every == 0 or not self._pending):  # listing the folder may be slow
             self._remove_before(kept_from)
         part = self._consumed_part(step, batch, prompts)
         # The step adds to its batch, and may change columns.

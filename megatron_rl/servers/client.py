@@ -27,7 +27,7 @@ ADAPTERS = "policy"
 
 
 class CacheAge:
-    """Counts the publications since a server's KV cache was last flushed, for now and for each recent version."""
+    """Number of publications since a server's KV cache was last flushed: now, and when each recent version arrived."""
 
     def __init__(self) -> None:
         self.age = 0
@@ -74,7 +74,7 @@ class ServerClient(ServerHttp):
         vocab_size: int | None,
         spans: Spans,
     ) -> None:
-        """freezes_steps: requests are paused in place, so weight updates arrive in the middle of a step.
+        """freezes_steps: requests are paused in place, so weights may change in the middle of a server's step.
 
         uses_adapters: requests use the server's adapters named ADAPTERS.
 
@@ -107,7 +107,7 @@ class ServerClient(ServerHttp):
     ) -> Asked:
         """Return the facts against which the reply to this request is checked.
 
-        version: the current policy version. further: fields of Asked that the server does not know.
+        version: the current policy version. further: the other fields of Asked.
         """
         info = self.info
         sizes = [size for size in (info.vocab_size if info else None, self.vocab_size) if size is not None]
@@ -199,7 +199,7 @@ class ServerClient(ServerHttp):
     async def _server_info(self, *, timeout_s: float) -> dict[str, Any]:
         try:
             return await self.call_json("GET", "/server_info", timeout_s=timeout_s)
-        except NotFound:  # before 0.5.6
+        except NotFound:  # SGLang before 0.5.6
             return await self.call_json("GET", "/get_server_info", timeout_s=timeout_s)
 
     async def probe(self, *, timeout_s: float) -> ServerInfo:

@@ -16,7 +16,7 @@ OUTPUT_IDS, UNFINISHED = re.compile(rb'"output_ids":\s*(\[[^\]]*\])'), re.compil
 
 
 class EventStream:
-    """Parser for a streamed reply. Each event repeats the whole reply so far, so the last event is the reply."""
+    """Parser for a streamed reply. The last event is the whole reply."""
 
     def __init__(self, on_tokens: Callable[[list[int]], None]) -> None:
         self._on_tokens = on_tokens
@@ -42,7 +42,7 @@ class EventStream:
                 self._last, self.count = content, len(ids)
                 try:
                     self._on_tokens(ids)
-                except OSError as error:  # is no fault of the server
+                except OSError as error:  # the caller's error, not the server's
                     raise RuntimeError(f"on_tokens: {type(error).__name__}: {error}") from error
 
     def _error(self, content: bytes) -> Exception:

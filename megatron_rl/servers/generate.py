@@ -4,7 +4,7 @@ Replies are complete in spite of failures: a failed call is retried, on another 
 reply continues from its partial output, and keeps the log-probability and policy version of every token.
 
     agenerate -> one reply: asks for parts until one finishes by itself, and for each part until a server gives it
-    _try      -> one HTTP call; its answer is checked token by token (reply_check.py), because a 200 proves nothing
+    _try      -> one HTTP call; its answer is checked token by token (reply_check.py): status 200 alone proves nothing
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ OF_THE_REQUEST = (400, 413, 422)
 
 @dataclass(kw_only=True)
 class Asking:
-    """The next part of a reply, and how the tries to get it went."""
+    """The next part of a reply to request, and the outcomes of the tries so far."""
 
     req: LLMRequest
     tokens: list[int]
@@ -79,7 +79,7 @@ class Asking:
     room: int
     """Maximum new tokens of this part and all that may follow."""
     routed: int
-    """Number of leading rows whose routes are known."""
+    """Number of leading tokens whose expert routes are already known, and not requested again."""
     tell: Callable[[list[int]], None] | None
     """Called with all new tokens so far as they arrive."""
     failed: ServerClient | None = None
@@ -87,7 +87,7 @@ class Asking:
     refused: dict[ServerClient, RequestRefused] = field(default_factory=dict)
     attempt: int = 1
     busy: int = 0
-    """Number of answers so far that a server is busy."""
+    """Number of tries so far that a server rejected because it was busy."""
 
 
 class SamplingClient(Sampler):
@@ -114,7 +114,7 @@ class SamplingClient(Sampler):
         on_failure: Callable[[str], None] | None = None,
         has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
-        """on_failure(message): called if something that the run depends on has ended.
+        """on_failure(message): called if one of the client's permanent tasks has ended.
 
         has_failed(): True once the rollout has failed.
         """
@@ -179,7 +179,7 @@ class SamplingClient(Sampler):
                         is_whole = req.grammar is not None or req.gconfig.stop or req.gconfig.counts_tokens
                         most = left if is_whole else min(left, self.config.part_tokens or left)
                         asking, part = self._asking(req, reply, most), None
-                        await self._take_slot(deadline)  # first, as a chosen server could be gone once a slot is free
+                        await self._take_slot(deadline)  # before a server is chosen, which could be gone by then
                         try:
                             while part is None:
                                 part = await self._try(asking, deadline)
@@ -237,7 +237,7 @@ class SamplingClient(Sampler):
             await self.fleet.slots.acquire()
 
     def _asking(self, req: LLMRequest, reply: LLMResponse, most: int) -> Asking:
-        """Return what to ask servers for next. most: new tokens to request."""
+        """Return the next part of a reply to request. most: maximum new tokens of this part."""
         generated = reply.sampled.ids.tolist()
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
         params |= req.grammar or {}
@@ -253,7 +253,7 @@ class SamplingClient(Sampler):
         )
 
     async def _try(self, asking: Asking, deadline: asyncio.Timeout) -> ReplyPart | None:
-        """Ask one server. Return None, after a wait, if the part is to be asked for again.
+        """Request a part of a reply from one server. Return None, after a wait, if the caller must try again.
 
         Raises ServerError after REQUEST_ATTEMPTS failures, RequestRefused if all servers would refuse. A server that
         fails is taken out of service, unless its reply merely lacks a log-probability. If the caller is cancelled, the
@@ -284,7 +284,7 @@ class SamplingClient(Sampler):
                 span.args |= {"stop_reason": part.stop_reason, "versions": part.spans}
             await fleet.accept(server, part, asked)
         except asyncio.CancelledError:
-            if deadline.expired():  # the timeout cancels this task, as the episode's end does
+            if deadline.expired():  # cancelled by the timeout, not by the episode's end
                 fleet.note_overdue(server, since)
             if (begun := begun_by(req)) is not None and not self._has_failed():
                 await self._end_early(server, call, asked, events, begun)
@@ -292,12 +292,12 @@ class SamplingClient(Sampler):
         except (ServerError, RequestRefused) as error:
             failure = error
         finally:
-            call.close()  # otherwise the server would go on generating
+            call.close()  # otherwise the server would continue to generate
             server.calls.discard(call)
         if failure is not None:
             await self._wait_after(failure, server, asking, deadline)
             return None
-        for one, said in asking.refused.items():  # this server could: blame those that refused, not the request
+        for one, said in asking.refused.items():  # one server replied, so those that refused are at fault
             fleet.record_failure(one, BadReply(f"{said} (which another server did not)"))
         self.metrics.add(stale_cache_tokens=server.cache.stale_tokens(part), bad_replies=len(asking.refused))
         return part
@@ -305,7 +305,7 @@ class SamplingClient(Sampler):
     async def _wait_after(
         self, error: ServerError | RequestRefused, server: ServerClient, asking: Asking, deadline: asyncio.Timeout
     ) -> None:
-        """Count a failed try, and wait before the next one. Raises the error if there is none."""
+        """Count a failed try, and wait before the next one. Raises the error if there must be no further try."""
         if isinstance(error, RequestRefused):
             # A faulty server that refuses everything would soon be the least busy one and end every episode.
             if asking.refused or not self.fleet.has_another(server):
@@ -406,8 +406,8 @@ class SamplingClient(Sampler):
     def _seed_of(self, req: LLMRequest, generated: int) -> int | None:
         """Derive the sampling seed from the run's seed and the sample's name: equal on every server, rank and retry.
 
-        A continuation gets a different seed, because the embedded server numbers draws per request and would repeat
-        them.
+        A continuation gets a different seed, because the embedded server numbers its draws per request: with the
+        same seed it would repeat them.
         """
         key = req.metadata.get("sample_key")
         if req.gconfig.seed is not None:

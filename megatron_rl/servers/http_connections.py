@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 import httptools
 
 MAX_HEAD_BYTES = 64 * 1024
-"""Maximum bytes of an answer without any of its body: status line, headers, trailers."""
+"""Maximum bytes of an answer's status line, headers and trailers."""
 WITHOUT_BODY = (204, 304)
 """Statuses of answers that never have a body."""
 SMALL_BYTES = 64 * 1024
@@ -33,11 +33,11 @@ class Stream(Protocol):
     """Bytes of an incomplete event."""
 
     def take(self, piece: bytes) -> None:
-        """Parse a piece. If it raises, the exchange ends, and `Exchange.wait` raises the same."""
+        """Parse a piece. An exception ends the exchange, and `Exchange.wait` raises it."""
 
 
 class Origin:
-    """A server's base URL: what every request to it has in its head, and the connections to it."""
+    """A server's base URL, the headers that it implies for every request, and the connections to it."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -62,20 +62,20 @@ class Exchange:
         """at_most: maximum bytes of the body, or of an event. stream: receives the body if the status is 200."""
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
-        """Names are in lower case."""
+        """Headers of the answer. Names are in lower case."""
         self.pieces: list[bytes] = []
         """The body, unless a stream takes it."""
         self.error: Exception | None = None
         self.is_over = False
         self.connection: Connection | None = None
         self.is_reused = False
-        """True if the connection has carried others before, so that the server may have been about to close it."""
+        """True if the connection has carried earlier exchanges. The server may then have been about to close it."""
         self._at_most, self._stream, self._size = at_most, stream, 0
         self._waiter: asyncio.Future[None] | None = None
         self._connecting: asyncio.Task[None] | None = None
 
     async def wait(self) -> None:
-        """Wait for the whole answer, or raise what went wrong. May be called again, also after a cancellation."""
+        """Wait for the whole answer, or raise the error. May be called again, also after a cancellation."""
         if not self.is_over:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -149,7 +149,7 @@ class Connection(asyncio.Protocol):
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
         self._exchange, exchange.connection, exchange.is_reused = exchange, self, self.idle_since > 0
         self._head_bytes = 0
-        # A large body is not copied, a small one is sent by the same system call as the head.
+        # Do not copy a large body. Send a small one in the same system call as the head.
         self.transport.write(head + body) if len(body) < SMALL_BYTES else self.transport.writelines((head, body))
 
     # -- called by the event loop
@@ -209,7 +209,7 @@ class Connection(asyncio.Protocol):
         if exchange is None or exchange.status < 200:  # 100 Continue: the answer follows
             return
         self._exchange = None
-        # Not kept if the server closes it, or has answered before it had the whole request.
+        # Keep the connection unless the server closes it or has answered before it received the whole request.
         if self._parser.should_keep_alive() and not self.transport.get_write_buffer_size():
             self.idle_since = time.monotonic()
             self._origin.idle.append(self)
@@ -240,7 +240,7 @@ class Connections:
         self._is_closed = False
 
     def origin(self, url: str) -> Origin:
-        """Return the origin of a base URL: the same object each time."""
+        """Return the Origin of a base URL. Calls with the same URL return the same object."""
         return self._origins.setdefault(url, Origin(url))
 
     def send(
@@ -272,14 +272,14 @@ class Connections:
         context = self._context if origin.is_secure else None
         _, connection = await loop.create_connection(lambda: Connection(origin), origin.host, origin.port, ssl=context)
         origin.connected_s = time.monotonic()
-        if exchange.is_over:  # given up meanwhile
+        if exchange.is_over:  # the exchange failed meanwhile
             connection.transport.close()
         else:
             connection.send(exchange, head, body)
         self._sweeping = self._sweeping or loop.call_later(self._keepalive_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Close connections that have been idle for too long, now and again while there are connections."""
+        """Close connections idle for longer than keepalive_s. Runs at that interval while connections exist."""
         oldest = time.monotonic() - self._keepalive_s
         for origin in self._origins.values():
             for connection in origin.idle:

@@ -1,4 +1,4 @@
-"""Sampling options as servers take them, and the rules of what a server can be asked for."""
+"""Converts sampling options to SGLang's fields, and rejects requests that a server could not serve."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
 
 
 def adjusting_of(gconfig: GenerationConfig) -> Adjusting:
-    """Return the options that change logits, as they are sent to servers."""
+    """Return the options that change logits: penalties and biases."""
     if not gconfig.adjustment_size:
         return NOT_ADJUSTED
     penalties = {name: getattr(gconfig, name) for name in UNADJUSTED if name != "logit_bias"}
@@ -52,7 +52,11 @@ def adjusting_of(gconfig: GenerationConfig) -> Adjusting:
 
 
 def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, support: int = 0) -> None:
-    """Raise RequestRefused for a request that the server could not serve. support: as in Asked."""
+    """Raise RequestRefused for a request that the server could not serve.
+
+    support: maximum size of a token's support; 0 if supports are not requested. Token ids are checked because an id
+    beyond the vocabulary would crash SGLang on a CPU.
+    """
     if not tokens:
         raise RequestRefused("input_ids = []: a prompt needs at least one token.")
     info = server.info
@@ -80,7 +84,7 @@ def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, 
 
 
 def check_counting(server: ServerClient, gconfig: GenerationConfig, interruption: str) -> None:
-    """Raise RequestRefused for penalties if the server does not apply them exactly to the tokens of a reply so far.
+    """Raise RequestRefused if the request has penalties and the server does not count a reply's tokens exactly.
 
     interruption: rollout.interruption.
     """

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 JSON = "application/json"
 MAX_ANSWER_BYTES = 256 * 1024**2
-"""Maximum bytes of an answer. The longest one is a list of checksums, which needs less."""
+"""Maximum bytes of an answer. The longest answers, lists of checksums, are shorter."""
 MAX_MESSAGE = 1000
 """Maximum characters of a server's message that are shown."""
 BUSY = (408, 425, 429)
@@ -88,7 +88,7 @@ class ServerHttp:
 
     @property
     def connected_s(self) -> float:
-        """Monotonic time of the last new connection. The server may have been restarted before it."""
+        """Monotonic time of the last new connection. The server may have been restarted just before that."""
         return self.origin.connected_s
 
     async def call(
@@ -101,13 +101,13 @@ class ServerHttp:
     ) -> bytes:
         """Return the body of an answer with a status below 300. Raise ServerError or RequestRefused otherwise.
 
-        A busy server is asked again until `timeout_s`. Without a timeout, Busy is raised at once.
+        A busy server is asked again until `timeout_s` seconds have passed. Without a timeout, Busy is raised at once.
         """
         deadline, busy = None if timeout_s is None else time.monotonic() + timeout_s, 0
         while True:
             try:
                 return b"".join(await self.call_once(method, endpoint, body, timeout_s=timeout_s))
-            except OutOfFiles as error:  # beyond any deadline
+            except OutOfFiles as error:  # retried without a deadline
                 await asyncio.sleep(error.wait_s)
             except Busy as error:
                 if deadline is None or time.monotonic() + error.wait_s > deadline:
@@ -140,7 +140,7 @@ class ServerHttp:
                 exchange.close()
 
     async def answer(self, exchange: Exchange, endpoint: str) -> list[bytes]:
-        """Return the answer's body in pieces, none of those that a stream received. Raises like `call`."""
+        """Return the answer's body in pieces; empty if a stream received the body. Raises like `call_once`."""
         try:
             await exchange.wait()
         except AnswerTooLong as error:

@@ -111,7 +111,7 @@ def config_for(args: argparse.Namespace) -> TrainConfig:
         if getattr(args, key) is not None and getattr(args, key) < 1:
             raise ValueError(f"--{key.replace('_', '-')} {getattr(args, key)}: must be at least 1.")
     given = OmegaConf.to_container(read_sections(args.config), resolve=False)
-    unused = [f"{key}={value}" for key, value in UNUSED.items() if member(given, key) is None]
+    unused = [f"{key}={value}" for key, value in UNUSED.items() if member(given, key) in (None, "???")]
     config = load_config(args.config, [*unused, *args.overrides])
     config.check_world_size(int(os.environ.get("WORLD_SIZE", 1)))
     kind, megatron, rollout = config.draft.kind, config.optimizer.megatron, config.rollout

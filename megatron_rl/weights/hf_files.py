@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -96,6 +97,12 @@ class HFFolder:
                 f"take the model in one of these, or convert quantised weights by the scripts of their model."
             )
         return _DTYPES[found]
+
+    def nbytes(self, name: str) -> int:
+        """Return a tensor's size in its file, whatever its dtype."""
+        part = self._slice(name)
+        bits = re.search(r"\d+", part.get_dtype())  # such as BF16, F8_E4M3 or BOOL
+        return math.prod(part.get_shape()) * int(bits[0] if bits else 8) // 8
 
     def whole(self, name: str) -> Tensor:
         """Return a whole tensor unchanged. Raises ValueError for a dtype that torch lacks."""

@@ -21,7 +21,7 @@ class AttemptOver(RuntimeError):
 
 
 class Attempt:
-    """The samples and calls that an attempt at an episode has in flight, and how its samples' tries ended."""
+    """The samples and calls that an attempt at an episode has in flight, and the last outcome of its samples."""
 
     def __init__(self) -> None:
         self.is_lost = self.has_noted = False
@@ -46,17 +46,24 @@ class Attempt:
             del self._calls[key]
 
     async def end(self) -> None:
-        """Cancel the calls in flight and wait at most ENDING_S for them."""
+        """Cancel what is in flight and wait at most ENDING_S for it.
+
+        A task that is being cancelled already, as by asyncio.gather, is cancelled again only after that time: a second
+        cancellation would interrupt its cleaning up.
+        """
         self._is_over = True
         here, cancelled = asyncio.get_running_loop(), []
-        for task, loop in dict.fromkeys(self._calls.values()):  # a sample's task has a call in flight, too
+        for task, loop in dict.fromkeys(self._calls.values()):  # a sample's task occurs again for its call
             if loop is here:
-                task.cancel()
+                if not task.cancelling():
+                    task.cancel()
                 cancelled.append(task)
             elif not loop.is_closed():  # on another thread, started by a workflow
                 loop.call_soon_threadsafe(task.cancel)
         if cancelled:
-            await asyncio.wait(cancelled, timeout=ENDING_S)
+            _, left = await asyncio.wait(cancelled, timeout=ENDING_S)
+            for task in left:
+                task.cancel()
 
 
 current_attempt: contextvars.ContextVar[Attempt | None] = contextvars.ContextVar("attempt", default=None)
@@ -65,7 +72,7 @@ current_attempt: contextvars.ContextVar[Attempt | None] = contextvars.ContextVar
 def call_here() -> AbstractContextManager[None]:
     """Return a context manager whose block is cancelled when the current attempt ends.
 
-    Outside an attempt it does nothing.
+    Outside an attempt, the context manager does nothing.
     """
     attempt = current_attempt.get()
     return nullcontext() if attempt is None else attempt.call()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any
 
@@ -51,8 +50,7 @@ class DebateWorkflow(RolloutWorkflow):
         self.reward = RewardCall(reward_fn, tokenizer, timeout_s=reward_timeout_s)
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        samples = (engine.sample(self._debate, data, n) for n in range(self.gconfig.n_samples))
-        debates = await asyncio.gather(*samples)
+        debates = await together(engine.sample(self._debate, data, n) for n in range(self.gconfig.n_samples))
         return [trajectory for debate in debates for trajectory in debate]
 
     async def _debate(self, engine: Sampler, data: dict[str, Any], sample: int) -> list[Trajectory]:

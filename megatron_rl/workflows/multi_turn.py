@@ -12,7 +12,15 @@ from array import array
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, KeptSteps, RolloutWorkflow, Sampler
+from megatron_rl.api import (
+    ContextOutgrown,
+    InferenceEngine,
+    InfrastructureFailure,
+    KeptSteps,
+    RolloutWorkflow,
+    Sampler,
+    together,
+)
 from megatron_rl.config import GenerationConfig
 from megatron_rl.config.import_path import check_call, described
 from megatron_rl.rewards.faults import shortened
@@ -82,7 +90,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         rid = uuid.uuid4().hex
         names = [(f"{rid}-{n}", sample_key(data, n)) for n in range(self.gconfig.n_samples)]
-        return await asyncio.gather(*(engine.sample(self._play, data, *name) for name in names))
+        return await together(engine.sample(self._play, data, *name) for name in names)
 
     async def _play(self, engine: Sampler, data: dict[str, Any], rid: str, key: str | None) -> Trajectory:
         environment = self.environment(data, **self.environment_args)

@@ -6,7 +6,7 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.api import InferenceEngine, RolloutWorkflow, Sampler
+from megatron_rl.api import InferenceEngine, RolloutWorkflow, Sampler, together
 from megatron_rl.config import GenerationConfig
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
 from megatron_rl.workflows.rendering import prompt_ids
@@ -42,7 +42,7 @@ class RLVRWorkflow(RolloutWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         requests = self.sample_requests(data)
-        pairs = await asyncio.gather(*(engine.sample(self.scored_reply, request, data) for request in requests))
+        pairs = await together([asyncio.create_task(engine.sample(self.scored_reply, it, data)) for it in requests])
         return [Trajectory.from_reply(reply, reward) for reply, reward in pairs]
 
     async def scored_reply(

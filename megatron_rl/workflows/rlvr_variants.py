@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_rl.api import InferenceEngine, Sampler
+from megatron_rl.api import InferenceEngine, Sampler, together
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards.judge import QUESTION, Grading
 from megatron_rl.types import LLMRequest, LLMResponse, Trajectory
@@ -88,7 +87,7 @@ class ReMaxWorkflow(RLVRWorkflow):
         requests = self.sample_requests(data)
         greedy = LLMRequest(rid=requests[0].rid, input_ids=requests[0].input_ids, gconfig=self.gconfig.new(greedy=True))
         requests.append(greedy)
-        pairs = await asyncio.gather(*(engine.sample(self.scored_reply, request, data) for request in requests))
+        pairs = await together(engine.sample(self.scored_reply, request, data) for request in requests)
         greedy_reply, greedy_reward = pairs[-1]
         baseline = {"greedy_reward": greedy_reward, "greedy_tokens": greedy_reply.output_len}
         trajectories = [Trajectory.from_reply(reply, reward, **baseline) for reply, reward in pairs]
@@ -132,7 +131,7 @@ class JudgedWorkflow(RLVRWorkflow):
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
         requests = self.sample_requests(data)
-        return await asyncio.gather(*(engine.sample(self._graded_reply, request, data) for request in requests))
+        return await together(engine.sample(self._graded_reply, request, data) for request in requests)
 
     async def _graded_reply(self, engine: Sampler, request: LLMRequest, data: dict[str, Any]) -> Trajectory:
         reply, reward = await self.scored_reply(engine, request, data)

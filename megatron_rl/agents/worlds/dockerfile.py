@@ -39,7 +39,7 @@ class Step:
 
 @dataclass
 class Dockerfile:
-    """The effective instructions, in order. Paths are absolute."""
+    """The instructions of a Dockerfile that take effect, in order. Paths are absolute."""
 
     cwd: str = "/"
     env: dict[str, str] = field(default_factory=lambda: {"PATH": PATH, "HOME": "/root", "LANG": "C.UTF-8"})
@@ -55,7 +55,7 @@ class Dockerfile:
 
 
 def read_dockerfile(path: Path, context: Path, *, images: Sequence[str], skips: Sequence[str]) -> Dockerfile:
-    """Read a Dockerfile. ValueError names the first unsupported line.
+    """Read a Dockerfile. Raises ValueError for the first unsupported line.
 
     images: patterns of base images that the host's system may replace. skips: RUN lines that contain one of these texts
     are skipped, because the host has what they install.

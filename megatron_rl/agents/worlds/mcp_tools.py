@@ -55,7 +55,7 @@ class McpTools(ToolUse):
     async def opening(self) -> dict[str, Any]:
         """Connect to all servers and return the prompt with their tools.
 
-        ServerFailed if a server cannot be reached, ValueError if two tools have the same name.
+        Raises ServerFailed if a server cannot be reached, ValueError if two tools have the same name.
         """
         found = await together(connection.open() for connection in self._connections)
         for connection, tools in zip(self._connections, found, strict=True):
@@ -90,7 +90,7 @@ class McpTool(Tool):
 class Connection:
     """A connection to one server.
 
-    One task holds the connection, because the task that enters a client's context must also exit it.
+    One task opens and closes the connection, because the task that enters a client's context must also exit it.
     """
 
     def __init__(self, server: dict[str, Any], call_timeout_s: float) -> None:
@@ -128,7 +128,7 @@ class Connection:
             await self._over.wait()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """Return the tool's result. ToolError if the call is late but the server still responds."""
+        """Return the tool's result. Raises ToolError if the call is late but the server responds."""
         try:
             return await self._ask(self._client.call_tool(tool, arguments), f"calling {tool}")
         except ServerLate:
@@ -137,7 +137,7 @@ class Connection:
             raise ToolError(f"{tool} did not end within {self.call_timeout_s:g} s") from None
 
     async def _ask(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Await a request to the server. ServerFailed if it fails or the connection ends, ServerLate if it is late."""
+        """Await a request to the server. Raises ServerFailed if it fails or the connection ends, ServerLate if late."""
         assert self._holder is not None
         asking = asyncio.ensure_future(coroutine)
         try:
@@ -160,5 +160,5 @@ class Connection:
         if self._holder is not None:
             await asyncio.wait([self._holder], timeout=ENDING_S)
             self._holder.cancel()
-            # `_ask` has raised its error if it mattered.
+            # If the task's error mattered, `_ask` has raised it.
             await asyncio.gather(self._holder, return_exceptions=True)

@@ -67,7 +67,7 @@ class OpenEnv(ToolUse):
     async def act(self, action: dict[str, Any]) -> dict[str, Any]:
         """Take one action and return its result.
 
-        ToolError if the action does not match the schema, or if the episode is over.
+        Raises ToolError if the action does not match the schema, or if the episode is over.
         """
         async with self._one_at_a_time:
             if self.is_done:
@@ -118,7 +118,7 @@ class EnvironmentTool(Tool):
 
 
 def object_in(reply: str) -> dict[str, Any]:
-    """Return the JSON object in a reply. ToolError if there is none."""
+    """Return the JSON object in a reply. Raises ToolError if there is none."""
     try:
         return dict(json.loads(reply[reply.find("{") : reply.rfind("}") + 1]))
     except ValueError as error:

@@ -32,7 +32,7 @@ class NoSession(Exception):
 
 
 class Session:
-    """A separate environment instance on a server. It ends with the connection.
+    """An environment instance on a server. The server ends it when the connection closes.
 
     For example:
 
@@ -64,7 +64,7 @@ class Session:
             raise OpenEnvFailed(f"{self.url}: gave no session within {self.session_timeout_s:g} s.") from error
 
     async def step(self, action: dict[str, Any]) -> dict[str, Any]:
-        """Return the result of an action. ToolError if the action does not match the schema.
+        """Return the result of an action. Raises ToolError if the action does not match the schema.
 
         The caller must wait for the result before the next action.
         """
@@ -78,7 +78,7 @@ class Session:
                 answer = json.loads(await self._socket.receive_str())
         except TimeoutError as error:
             raise OpenEnvFailed(f"{self.url}: {kind} took longer than {self.call_timeout_s:g} s.") from error
-        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:  # no text message: it was closed
+        except (aiohttp.ClientError, OSError, TypeError, ValueError) as error:  # a message without text: it was closed
             raise OpenEnvFailed(f"{self.url}: {kind}: the server is gone: {error}") from error
         found: dict[str, Any] = answer["data"]
         if answer["type"] != "error":

@@ -20,7 +20,7 @@ from megatron_rl.workflows.tools import Tool, middle_left_out
 KEEPER = "import sys; sys.path.insert(0, sys.argv[1]); from megatron_rl.sandbox.container import main; main()"
 PACKAGES = str(Path(megatron_rl.__file__).parents[1])
 MOST_BYTES = 1 << 20
-"""Maximum size of a command's output."""
+"""Maximum bytes of a command, and of its output."""
 LONGEST_LINE = 1 << 24
 VMSTAT = Path("/proc/vmstat")
 
@@ -65,7 +65,7 @@ class Container:
     async def __aexit__(self, *_: object) -> None:
         if self._keeper is not None:
             if self._keeper.returncode is None:
-                self._keeper.kill()  # which kills everything inside
+                self._keeper.kill()  # this kills everything inside the container
             await self._keeper.wait()
         self._place.cleanup()
 
@@ -93,18 +93,19 @@ class Container:
     async def begin(self, fresh: Sequence[str] = ()) -> None:
         """Kill all processes in the container and begin a new phase.
 
-        fresh: those of the folders /tests, /logs and /solution, without the slash, that get an empty disk.
+        fresh: which of the folders `tests`, `logs` and `solution` get a new, empty disk.
         """
         await self._ask(do="begin", fresh=list(fresh))
 
     async def run(self, command: str, cwd: str, env: dict[str, str], *, time_s: float) -> tuple[int | None, str]:
-        """Run a bash command. Return its exit status (None if it exceeded `time_s`) and its output.
+        """Run a bash command. Return its exit status and output.
 
-        ContainerFull if no process can be started: too many run in the container, or on the host if it has none.
+        The exit status is None if the command exceeded `time_s` or ended the container's first process. Raises
+        ContainerFull if no process can be started, because too many run in the container or on the host.
         """
         what = {"do": "run", "command": command, "cwd": cwd, "env": env, "time_s": time_s, "most_bytes": MOST_BYTES}
         answer = await self._ask(do="ask", what=what)
-        if "error" in answer:  # the program broke its phase and is told so; its files remain for the next one
+        if "error" in answer:  # the container's first process is gone: begin a new phase, with the same files
             await self.begin()
             return None, f"all processes were ended: {answer['error']}"
         if answer.get("is_full"):

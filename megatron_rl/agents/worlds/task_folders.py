@@ -73,7 +73,7 @@ class TaskFolder(ToolUse):
         skips: texts; a RUN line that contains one of them is skipped.
         visible: host paths shown read-only in the container, such as a Python installation.
         reward: key of the reward in a verifier's reward.json.
-        disk_mib: size of the disk, which is held in memory.
+        disk_mib: size of the container's disk, which is held in memory.
         memory_mib: memory limit of each process.
         """
         super().__init__(data, tools=())
@@ -115,7 +115,7 @@ class TaskFolder(ToolUse):
     async def ended(self) -> float:
         """Return the verifier's reward; 0 if the verifier gives none because of what the policy did.
 
-        ContainerFailed if the verifier gives no reward for an untouched container either.
+        Raises ContainerFailed if the verifier gives no reward for an untouched container either.
         """
         verdict = await self._verify(self.container)
         if verdict is not None:
@@ -135,7 +135,7 @@ class TaskFolder(ToolUse):
     async def _verify(self, container: Container) -> float | None:
         """Return the reward; None if the verifier failed, was killed or did not end.
 
-        ContainerFailed if the host ran out of memory while the verifier ran, whatever the verifier's result.
+        Raises ContainerFailed if the host ran out of memory while the verifier ran, whatever its result.
         """
         settings = self.settings.get("verifier", {})
         await container.begin(["tests", "logs"])

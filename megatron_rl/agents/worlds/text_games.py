@@ -11,7 +11,14 @@ import json
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from megatron_rl.api import ContextOutgrown, InferenceEngine, InfrastructureFailure, RolloutWorkflow, Sampler
+from megatron_rl.api import (
+    ContextOutgrown,
+    InferenceEngine,
+    InfrastructureFailure,
+    RolloutWorkflow,
+    Sampler,
+    together,
+)
 from megatron_rl.config import GenerationConfig
 from megatron_rl.rewards import game_worker
 from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
@@ -34,7 +41,7 @@ class GameFailed(InfrastructureFailure):
 def game_prompts(
     count: int, first: int = 0, text: str = "Play this game. Answer with your move."
 ) -> list[dict[str, Any]]:
-    """Return `count` prompts, whose games have the seeds from `first` on. Use this as data.train."""
+    """Return `count` prompts with game seeds first, first + 1, and so on. Use this as data.train."""
     return [{"messages": [{"role": "system", "content": text}], "seed": first + number} for number in range(count)]
 
 
@@ -77,7 +84,7 @@ class TextGames(RolloutWorkflow):
         self._pool: WorkerPool | None = None
 
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> list[Trajectory]:
-        games = await asyncio.gather(*(engine.sample(self._play, data, n) for n in range(self.gconfig.n_samples)))
+        games = await together(engine.sample(self._play, data, n) for n in range(self.gconfig.n_samples))
         return [trajectory for game in games for trajectory in game]
 
     async def _play(self, engine: Sampler, data: dict[str, Any], sample: int) -> list[Trajectory]:

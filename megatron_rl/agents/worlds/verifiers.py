@@ -34,7 +34,7 @@ def verifiers_prompts(
     *,
     import_from: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return a prompt per row of the environment's training data set, or with `held_out` of its evaluation data set.
+    """Return one prompt per row of the environment's training data set; with `held_out`, of its evaluation data set.
 
     Use this as data.train or data.evaluation.
 
@@ -139,7 +139,7 @@ class Rollout:
             try:
                 found = function(*args, **kwargs)
                 return await found if inspect.isawaitable(found) else found
-            except Exception as error:  # which the package logs and counts as 0
+            except Exception as error:  # the package only logs it, and counts 0
                 self.failures.append(error)
                 raise
 

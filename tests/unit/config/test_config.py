@@ -229,6 +229,8 @@ def test_options_are_the_listed_ones():
 def test_rules_of_a_resume_are_about_options():
     keys = {f"{name}.{f.name}" for name, section in SECTIONS.items() for f in dataclasses.fields(section)}
     assert ON_RESUME.keys() <= keys - SECTIONS.keys()
+    taken = keys - SECTIONS.keys() - ON_RESUME.keys()
+    assert len(taken) == 191, "give a new option a rule in resume_rules.py, or count it here: its new value is taken"
 
 
 @pytest.mark.parametrize(

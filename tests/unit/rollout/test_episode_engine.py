@@ -195,6 +195,33 @@ def test_a_sample_that_waits_for_no_request_is_stopped_and_cleans_up_when_anothe
     assert "in the third sample" in str(error) and cleaned == [0] * 7, "before the prompt is given up"
 
 
+@pytest.mark.parametrize("kind", [Plain, Gathering])
+def test_the_cleaning_up_of_a_cancelled_episodes_samples_is_not_interrupted(kind):
+    """However long each sample takes for it, and also if the workflow uses asyncio.gather."""
+    cleaned, numbers = [], itertools.count(1)
+
+    class Slow(TimedEngine):
+        async def agenerate(self, req):
+            number = next(numbers)
+            try:
+                await asyncio.sleep(1000)
+            finally:
+                await asyncio.sleep(number / 10)
+                cleaned.append(number)
+
+    async def main():
+        executor = RolloutExecutor(Slow(), RolloutConfig(), RolloutMetrics())
+        batch = asyncio.ensure_future(executor.rollout_batch([{"n": 1}], kind(Reward(at_once), 4)))
+        await asyncio.sleep(1.0)
+        for task in list(executor._running):
+            task.cancel()
+        with pytest.raises(RuntimeError, match="the episode was cancelled"):
+            await batch
+
+    simulate(main())
+    assert cleaned == [1, 2, 3, 4]
+
+
 def test_a_task_that_a_workflow_left_behind_is_refused_further_requests():
     refused = []
 

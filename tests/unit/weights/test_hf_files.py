@@ -135,6 +135,13 @@ def test_config_json_counts_the_layers_of_either_naming(name, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["num_nextn_predict_layers"] == 1
 
 
+def test_sizes_of_tensors_are_those_of_their_bytes_in_every_dtype(tmp_path):
+    further = EXTRA | {"a": torch.zeros(5, dtype=torch.bool), "b": torch.zeros((), dtype=torch.float64)}
+    tiny_llama(tmp_path / "model", further)
+    source = HFFolder(tmp_path / "model", {})
+    assert {name: source.nbytes(name) for name in further} == {name: one.nbytes for name, one in further.items()}
+
+
 def test_a_load_lists_the_tensors_that_it_ignores(tmp_path):
     tiny_llama(tmp_path / "model", EXTRA)
     text = without_rule_text(tmp_path / "model")

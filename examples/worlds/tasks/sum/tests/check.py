@@ -1,4 +1,4 @@
-"""Exits with 0 where the sum is right."""
+"""Exit with status 0 if the sum is right, else 1."""
 
 import json
 import sys
