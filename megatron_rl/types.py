@@ -41,7 +41,7 @@ class LLMRequest:
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     metadata: dict[str, Any] = field(default_factory=dict)
     begun: LLMResponse | None = None
-    """Partial reply to continue. Engines append tokens to it as they arrive, so that a cancelled call loses none."""
+    """Partial reply to continue. Engines that stream append tokens to it, so that a cancelled call loses none."""
     grammar: dict[str, str] | None = None
     """Constraint on the reply: one of SGLang's keys `json_schema`, `regex`, `ebnf` and `structural_tag`, and its value.
     The reply is sampled from the allowed tokens, so it may be trained only if it has a `support`."""

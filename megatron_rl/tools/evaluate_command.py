@@ -28,10 +28,11 @@ RESULTS, LOCK = "eval.jsonl", "eval.lock"
 
 
 def evaluate(path: Path, overrides: list[str]) -> str:
-    """Evaluate a config's model, or the newest weights in a run's folder. Return one line of metrics per set.
+    """Evaluate a config's model, or the newest weights in a run's folder. Return a line of metrics for each set.
 
-    Writes eval.jsonl into run.folder: each prompt's set, index, digest, rewards and final answers. Uses the servers in
-    rollout.servers, which must hold the weights, or starts servers and stops them at the end.
+    A last line has the path of the results. Writes eval.jsonl into run.folder: each prompt's set, index, digest,
+    rewards and final answers. Uses the servers in rollout.servers, which must hold the weights, or starts servers and
+    stops them at the end.
     """
     config = load_config(*where_it_is(path, overrides))
     prompts = load_held_out(config)
