@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from torch import Tensor
 
 from megatron_rl.parallel import Axis
@@ -60,10 +59,20 @@ class _Arrive(torch.autograd.Function):
         return grad, None  # keeps `grad` alive until the reduction is done
 
 
+class _SumForAll(torch.autograd.Function):
+    """Not Megatron's function, whose output autograd takes for a view: a user's loss may change it in place."""
+
+    @staticmethod
+    def forward(ctx, part: Tensor, axis: Axis) -> Tensor:
+        whole = part.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(whole, group=axis.group)
+        return whole
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None  # not summed: every rank has the whole gradient
+
+
 def sum_for_all(part: Tensor, axis: Axis) -> Tensor:
     """Sum `part` over the ranks. The computation after it must be the same on all ranks, and so is its gradient."""
-    if axis.size == 1:
-        return part
-    # Reduces in place. The gradient is not summed: that would count it `size` times.
-    own = part.clone(memory_format=torch.contiguous_format)
-    return reduce_from_tensor_model_parallel_region(own, group=axis.group)
+    return part if axis.size == 1 else _SumForAll.apply(part, axis)

@@ -77,6 +77,11 @@ class Sample:
     turns: list[Turn] = field(default_factory=list)
     """All parts of a dialogue with several replies."""
 
+    @property
+    def said(self) -> str:
+        """Text that the policy wrote, in all its turns."""
+        return "".join(turn.text for turn in self.turns if turn.by == "policy") or self.reply
+
 
 class _Console(Console):
     """A console that discards its output once its pipe is closed, as after `| head`."""

@@ -79,6 +79,10 @@ class IPCPublisher(WeightPublisher):
             self._give_back_all_but(0, buckets)
             self._resume()
 
+    @property
+    def _ranks_exchange_more(self) -> bool:
+        return self.nodes is not None
+
     def _follow(self, specs: list[TensorSpec], tensors: Tensors) -> None:
         """On the first rank of another node, copy each bucket for the node's servers and send the handles to rank 0."""
         if self.nodes is None:

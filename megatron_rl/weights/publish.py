@@ -110,20 +110,27 @@ class WeightPublisher(abc.ABC):
         Servers are paused during the update. Those that are not dropped are always resumed. Raises NoServerLeft if no
         server holds the version afterwards.
         """
-        stream = iter(tensors)
+        stream, has_failed = iter(tensors), True
         try:
             if self.receiver is None:
                 self._follow(specs, stream)
-                return
-            self._lost, self._paused_at = {}, None
-            self.last = Publication(version, nbytes=bytes_of(specs))
-            started = time.perf_counter()
-            checksums = ExpectedChecksums(self._forms())
-            self._deliver(specs, checksums.watch(stream, self._summed(specs)), version, checksums)
-            self.last.seconds = time.perf_counter() - started
+            else:
+                self._lost, self._paused_at = {}, None
+                self.last = Publication(version, nbytes=bytes_of(specs))
+                started = time.perf_counter()
+                checksums = ExpectedChecksums(self._forms())
+                self._deliver(specs, checksums.watch(stream, self._summed(specs)), version, checksums)
+                self.last.seconds = time.perf_counter() - started
+            has_failed = False
         finally:
-            for _ in stream:  # the stream is a collective: exhaust it even after a failure
-                pass
+            if not (has_failed and self._ranks_exchange_more):
+                for _ in stream:  # the stream is a collective: exhaust it even after a failure
+                    pass
+
+    @property
+    def _ranks_exchange_more(self) -> bool:
+        """True if ranks exchange more than the stream, so that one that only exhausts it would hang with the others."""
+        return False
 
     def _follow(self, specs: list[TensorSpec], tensors: Tensors) -> None:  # noqa: B027
         """Take part in a publication on a rank other than 0, apart from exhausting the stream."""

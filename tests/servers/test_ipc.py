@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 import signal
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -199,6 +200,31 @@ def test_embedded_server_takes_handles_of_buckets_and_nothing_else(embedded_serv
     engine.load_shared(**names, buckets={url: good}, version=1)[url].result(LIMIT_S)
     engine.end_weight_update(1)
     bucket.close().unlink()  # SGLang would have let go of the pickled one
+
+
+@pytest.mark.parametrize("nodes", [[["a"], ["b"]], None], ids=["two nodes", "one node"])
+def test_a_failure_on_one_node_is_heard_at_once_where_the_others_wait_for_more_than_the_stream(nodes, monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("2 MB are free")
+
+    def counted():
+        for item in tensors.items():
+            taken.append(item[0])
+            yield item
+
+    tensors, taken = {name: torch.zeros(4) for name in "abcdef"}, []
+    monkeypatch.setattr("megatron_rl.weights.ipc.dist.broadcast_object_list", fails)
+    ranks = SimpleNamespace(group=None, rank=1, size=2)
+    publisher = IPCPublisher(
+        None, bucket_bytes=32, timeout_s=LATE_S, nodes=NodesOfServers(ranks, nodes, CPU) if nodes else None
+    )
+    if nodes is None:
+        publisher.publish(specs_of(tensors), counted(), 1)
+        assert taken == list(tensors), "every rank takes part in the stream"
+        return
+    with pytest.raises(RuntimeError, match="2 MB are free"):
+        publisher.publish(specs_of(tensors), counted(), 1)
+    assert taken == ["a", "b"], "a rank that went on with the stream would wait for the others, and they for it"
 
 
 def test_a_reader_sees_the_bucket_and_cannot_change_it():

@@ -48,7 +48,7 @@ def test_a_dialogue_is_kept_turn_by_turn_whatever_of_it_is_trained(trained):
     turns = [(turn.by, turn.text) for turn in sample.turns]
     others = [("others", "sys ask"), ("others", "no again"), ("others", "yes")]
     assert turns == [others[0], ("policy", "one"), others[1], ("policy", "two"), others[2]]
-    assert (sample.prompt, sample.reply) == ("sys ask", "two")
+    assert (sample.prompt, sample.reply, sample.said) == ("sys ask", "two", "onetwo")
 
 
 def test_a_single_reply_has_no_turns():
@@ -58,7 +58,7 @@ def test_a_single_reply_has_no_turns():
         ("ask again", [], "ask again", ""),
     ):
         sample = decoded(words, written)
-        assert (sample.prompt, sample.reply, sample.turns) == (prompt, reply, [])
+        assert (sample.prompt, sample.reply, sample.said, sample.turns) == (prompt, reply, reply, [])
 
 
 def groups(prompts=4, samples=4):
