@@ -14,7 +14,7 @@ LEAST = 512
 
 
 def limit() -> int:
-    """Return how many files this process may have open."""
+    """Return how many files this process may have open; MOST if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else soft
 

@@ -1,7 +1,7 @@
 """Brings a server that lacks the current weights up to date, between publications and without the trainer.
 
 The weights come from a peer that continues to serve (embedded servers), or from the folder of the last publication. The
-server gets the version's name only after its checksums have been compared with its peers'.
+server gets the version's name only after its checksums, if it reports any, have been compared with its peers'.
 
 A publication that begins meanwhile cancels the catch-up and waits for its end. Commands that a server cannot undo are
 awaited instead of cancelled, so that none of them arrives in the middle of the publication.
@@ -94,6 +94,6 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:  # the cancelling publication waits for the end of `work`, too
-        with contextlib.suppress(ServerError):
+        with contextlib.suppress(Exception):  # its failure must not take the place of the cancellation
             await task
         raise

@@ -426,6 +426,9 @@ class Membership:
                 except Exception as error:  # a bug of ours must not end the watch
                     member.failures, member.trouble = member.failures + 1, f"{type(error).__name__}: {error}"
                     logger.error("the watch over %s begins again", member.server.url, exc_info=error)
+                    # The error may have taken the place of a cancellation.
+                    if (task := asyncio.current_task()) is not None and task.cancelling():
+                        raise asyncio.CancelledError from error
 
         member.watcher = asyncio.get_running_loop().create_task(watch())
 

@@ -148,10 +148,12 @@ class Supervisor:
     def _wait_until(self, is_so: Callable[[], bool]) -> bool:
         """Return True once `is_so()`, called with `_changing` held, or False after the time in which servers start."""
         deadline = time.monotonic() + self.config.start_timeout_s
-        while time.monotonic() < deadline and not self._stopping.wait(POLL_S):
+        while not self._stopping.is_set():
             with self._changing:
                 if is_so():
                     return True
+            if time.monotonic() >= deadline or self._stopping.wait(POLL_S):
+                break
         return False
 
     def start(self) -> list[str]:

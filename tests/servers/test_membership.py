@@ -1,10 +1,13 @@
 """Who gets requests and who takes part in publications, with scripted servers: every way to fail and to come back."""
 
+import asyncio
 from concurrent.futures import wait
+from unittest.mock import Mock
 
 import pytest
 
 from megatron_rl.api import NoServerLeft
+from megatron_rl.servers.membership import Membership
 from megatron_rl.servers.server_http import CommandRefused, ServerError
 from tests.kit.client_calls import ask, finish, load, start, update, wait_until_selected, wait_until_serving
 from tests.kit.scripted_server import counting, never, overloaded
@@ -274,3 +277,23 @@ def test_aborted_request_of_a_dropped_server_is_not_mistaken_for_a_reply(scripte
     server.script.append(lambda body: counting(body))
     reply = ask(connect(server.url))
     assert (reply.output_tokens, reply.interruptions) == ([2, 3], 1)
+
+
+def test_a_watcher_ends_when_it_is_cancelled_also_if_a_fault_takes_the_place_of_the_cancellation():
+    class Looking(Membership):
+        async def _look_after(self, member):
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                raise KeyError("a fault while it stops") from None
+
+    async def main():
+        members = Looking([], catch_up=None)
+        members.add(server := Mock(url="http://server"))
+        watcher = members._members[server].watcher
+        await asyncio.sleep(0)
+        watcher.cancel()
+        await asyncio.wait([watcher], timeout=LATE_S)
+        assert watcher.cancelled()
+
+    asyncio.run(main())
