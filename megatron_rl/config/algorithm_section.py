@@ -57,8 +57,8 @@ class AlgorithmConfig(Section, name="algo"):
     aggregation_length: int = at_least(0, default=0)
     """Number of tokens by which a trajectory's sum is divided; only for aggregation = constant."""
     high_entropy_share: float = within("(0, 1]", default=1.0, hint="1 trains all tokens")
-    """Share of the trained tokens, those with the highest entropy, whose advantages count. All others get advantage 0.
-    A value below 1 costs an extra forward pass."""
+    """Share of the trained tokens that keep their advantages: those with the highest entropy. All others get advantage
+    0. A value below 1 costs an extra forward pass."""
     high_entropy_level: str = one_of("batch", "sequence", default="batch")
     """Tokens among which high_entropy_share selects: the whole batch's, or each sequence's separately."""
     kl_coefficient: float = at_least(0, default=0.0)
@@ -215,9 +215,9 @@ class CriticConfig(Section, name="critic"):
     """Hugging Face folder of a language model, or of a sequence classification model with one label. Empty: start from
     the policy as it is when RL begins. If the model has no scalar head, all values are 0 at first."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The critic's layout, with the keys of the section parallel, which also gives the values of keys left out."""
+    """The critic's layout, with the keys of `parallel:`. A key left out has its value from there."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """The critic's optimizer, with the keys of the section optimizer, which also gives the values of keys left out."""
+    """The critic's optimizer, with the keys of `optimizer:`. A key left out has its value from there."""
     discount: float = within("(0, 1]", default=1.0, hint="1 discounts nothing")
     """Discount factor per trained token or turn."""
     trace_decay: float = within("[0, 1]", default=1.0)
@@ -241,7 +241,7 @@ class RewardModelConfig(Section, name="reward_model"):
     path: str = ""
     """Hugging Face folder of a sequence classification model with one label and the policy's tokenizer. Empty: none."""
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    """The reward model's layout, with the keys of the section parallel, which gives the values of keys left out."""
+    """The reward model's layout, with the keys of `parallel:`. A key left out has its value from there."""
     coefficient: float = 1.0
     """A trajectory's reward is the workflow's reward plus this coefficient times the score."""
 

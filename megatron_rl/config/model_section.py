@@ -51,7 +51,7 @@ class ParallelConfig(Section, name="parallel"):
     tensor: int = at_least(1, default=1, hint="1 disables the axis")
     """Tensor-parallel ranks, which split the matrices of each layer."""
     pipeline: int = at_least(1, default=1, hint="1 disables the axis")
-    """Pipeline stages, among which layers are split evenly, or as fields of `megatron:` say (docs/cluster.md)."""
+    """Pipeline stages. Layers are split evenly among them, unless `megatron:` says otherwise (docs/cluster.md)."""
     virtual_pipeline: int = at_least(1, default=1, hint="1 disables the axis")
     """Model chunks per pipeline stage (interleaved 1F1B). More chunks: a smaller bubble, but more communication."""
     context: int = at_least(1, default=1, hint="1 disables the axis")

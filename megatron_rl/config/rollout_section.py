@@ -233,10 +233,10 @@ class RolloutConfig(Section, name="rollout"):
     """Seconds without a sign of life (an answer to /health_generate) after which a server counts as hung and gets no
     more requests. If this run started the server, it is killed and restarted."""
     server_args: list[str] = field(default_factory=list)
-    """Extra command-line arguments for each server that the run starts, such as its parallelism: `[--tp, 8]`. Slurm's
-    launcher spreads a server that needs more GPUs than one node has over several. Arguments that quantize weights are
-    refused, because quantized weights cannot be updated. `--pp-size`, and `--dp-size` that is not for DP attention,
-    need publication = disk."""
+    """Extra command-line arguments for each server that the run starts, such as its parallelism: `[--tp, 8]`. If a
+    server needs more GPUs than one node has, Slurm's launcher spreads it over several nodes. Arguments that quantize
+    weights are refused, because quantized weights cannot be updated. `--pp-size`, and `--dp-size` that is not for DP
+    attention, need publication = disk."""
     token_file: str = ""
     """File of mode 600 with the servers' access token, created if it does not exist. Empty: `token` in run.folder or,
     with `registry`, RUN.token in that folder, where RUN is the last part of run.folder. Give the same file to servers
