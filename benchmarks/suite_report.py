@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import frame  # noqa: F401  puts the repository's folder, which has tests.kit, on sys.path
 import torch
 
 

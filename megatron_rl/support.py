@@ -115,6 +115,8 @@ class Adjusting:
         found = np.zeros((len(sampled), width, self.size), dtype=np.float32)
         if len(tokens) > width - 1:
             raise ValueError(f"has {len(tokens)} tokens that penalties and biases change, and {width - 1} fit")
+        if not len(tokens) or not len(sampled):  # without any option there is no column to write into, either
+            return torch.from_numpy(rows), torch.from_numpy(found)
         counts = np.zeros((len(sampled), len(tokens)), dtype=np.int64)
         if self.counts:
             counts[np.arange(1, len(sampled)), np.searchsorted(tokens, sampled[:-1])] = 1

@@ -119,9 +119,9 @@ class PolicyActor:
             "ref_logprobs": penalizes,
             "teacher_logprobs": self.teacher_coefficient > 0,
             "proximal_logprobs": penalizes or self.loss.chooses,
-            **dict.fromkeys(self.estimator.needs, True),
             "entropies": self.options.high_entropy_share < 1,
         }
+        wanted |= dict.fromkeys(self.estimator.needs, True)
         return [name for name, is_needed in wanted.items() if is_needed]
 
     def compute_advantages(self, batch: TrajectoryBatch) -> None:

@@ -115,13 +115,17 @@ def packed_logprobs(
         shard, logits = shard or logits.shard, logits.as_subclass(Tensor)
     check_rows(logits, labels)
     shard = shard or VocabShard(0, logits.shape[1], logits.shape[1])
+    if shard.start < 0 or (shard.is_split and shard.group is None):
+        raise ValueError(
+            f"shard = columns {shard.start} to {shard.stop} of {shard.size}: starts below 0, or lacks the group of the "
+            f"ranks that have the other columns."
+        )
     if inplace_backward and logits.requires_grad and logits.is_leaf:
         raise ValueError("inplace_backward: logits is a leaf that requires grad, its value would become its gradient.")
     rest = (*check_temperature(temperature, labels), shard.start, shard.without_padding(logits.shape[1]))
     # Detached, because the backward of logprob_finish returns the whole gradient of the logits.
     partials = ops.logprob_partials(logits.detach(), labels, *rest, return_entropy)
     if shard.is_split:
-        assert shard.group is not None
         partials = gather_partials(ops.logprob_fold(partials, labels, *rest[:2]), shard.group)
     logprobs, entropy, _, _ = ops.logprob_finish(logits, partials, labels, *rest, shard.size, inplace_backward)
     return (logprobs, entropy) if return_entropy else logprobs

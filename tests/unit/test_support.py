@@ -100,6 +100,8 @@ def test_changed_tokens_of_a_whole_vocabulary_by_hand():
     with pytest.raises(ValueError, match="has 2 tokens that penalties and biases change, and 1 fit"):
         options.changed(ids, 2)
     assert options.changed(ids[:0], 6)[1].shape == (0, 6, 1)
+    rows, found = Adjusting().changed(ids, 6)  # a greedy reply in a run whose others have penalties
+    assert sizes(rows).tolist() == [0] * len(ids) and found.shape == (len(ids), 6, 0)
 
 
 def test_changed_tokens_of_random_replies_are_those_of_supports_of_the_whole_vocabulary():

@@ -536,6 +536,11 @@ def test_rewards_by_token_stand_where_the_workflow_put_them():
     torch.testing.assert_close(found, result, rtol=1e-5, atol=1e-6)
 
 
+def test_an_estimator_gets_the_columns_that_it_needs_whatever_else_the_run_asks_for():
+    actor = PolicyActor(None, AlgorithmConfig(advantage="tests.unit.algo.test_estimators:uncertain"), temperature=1.0)
+    assert actor.columns_needed == ["entropies"]
+
+
 @pytest.mark.parametrize("name", ["none", "group_norm"])
 def test_a_teacher_adds_its_log_ratio_to_what_the_rewards_say_and_the_clip_bounds_both(name):
     batch = ragged_batch()
@@ -629,6 +634,11 @@ def best_reply_only(batch, *, margin=0.0):
     """1 for the best reply of a group, 0 for the others."""
     best = torch.stack([batch["scores"][batch["group"] == g].max() for g in batch["group"]])
     return (batch["scores"] >= best - margin).double()
+
+
+@registry.estimator(needs=("entropies",))
+def uncertain(batch):
+    return batch["entropies"]
 
 
 compares_best = registry.estimator(mean="group", compares_group=True)(best_reply_only)

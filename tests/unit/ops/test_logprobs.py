@@ -84,6 +84,12 @@ def test_batch_dimension_is_refused_with_the_way_out():
         ops.gather_logprobs(torch.zeros(1, 3, 5), torch.zeros(1, 3, dtype=torch.int64))
 
 
+@pytest.mark.parametrize("shard", [ops.VocabShard(-1, 3, 4), ops.VocabShard(0, 5, 10)])
+def test_columns_that_cannot_be_are_refused(shard):
+    with pytest.raises(ValueError, match="shard = columns .* starts below 0, or lacks the group"):
+        ops.gather_logprobs(torch.zeros(3, 5), torch.zeros(3, dtype=torch.int64), shard=shard)
+
+
 def test_logits_keep_their_columns_through_elementwise_operations():
     shard = ops.VocabShard(0, 4, 8)
     logits = ops.VocabParallelLogits.wrap(torch.randn(3, 4), shard)
