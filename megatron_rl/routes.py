@@ -22,7 +22,8 @@ EXPERT_BITS, WEIGHT_BITS = 10, 21
 """Bit widths in an int32 slot with a weight: the expert is in the lowest bits, then the weight in steps of 2^-21."""
 LARGEST_WEIGHT = (1 << WEIGHT_BITS) - 1
 SHIFT_MARGIN = 0.1
-"""Routes count as shifted if this share more of the trainer's choices agrees with a neighbouring row's route."""
+"""Routes count as shifted by a row if the share of the trainer's choices that agree with a neighbouring row's route
+exceeds the share that agree with the same row's route by more than this. With few choices, the margin is larger."""
 SHIFT_CHOICES = 32
 """Minimum number of choices to decide whether routes are shifted."""
 
@@ -96,7 +97,7 @@ def pack(experts: Tensor, weights: Tensor) -> Tensor:
 
 
 def experts_of(slots: Tensor) -> Tensor:
-    """Return the experts, int32, of slots with or without weights. The result is negative for NO_ROUTE."""
+    """Return the experts of slots, which may also contain weights, as int32. NO_ROUTE gives a negative number."""
     if slots.dtype == torch.int16:
         return slots.int()
     return torch.where(slots < 0, slots, slots & ((1 << EXPERT_BITS) - 1))
@@ -140,8 +141,8 @@ def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor,
 def shift_fault(agreed: Tensor) -> str:
     """Return an error message if the servers' routes are shifted by a row against the tokens, else ''.
 
-    agreed: `[4]` counts of the trainer's choices: those in the servers' route of the same row, of the row before, of
-    the row after, and all.
+    agreed: four counts of the trainer's choices: those that are also in the server's route of the same row, of the row
+    before, and of the row after, and the number of all choices.
     """
     own, before, after, choices = agreed.tolist()
     margin = max(SHIFT_MARGIN, 4.0 / max(choices, 1) ** 0.5)

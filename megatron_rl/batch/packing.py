@@ -109,7 +109,10 @@ def _needed_rows(lengths: Tensor, final_rows: bool) -> Tensor:
 def _computed_rows(
     cu_seqlens: Tensor, positions: Tensor, sequence: Tensor, needed: Tensor, families: list[Family]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Build MicroBatch's `computed`, `read` and `segments`. sequence: `[T]`. needed: `[B]` rows of each sequence."""
+    """Build the fields `computed`, `read` and `segments` of a MicroBatch.
+
+    sequence: `[T]`, the sequence of each row. needed: `[B]`, how many rows of each sequence are needed.
+    """
     own = needed.tolist()
     alone = set(range(len(own))).difference(*(family.members for family in families))
     trees = sorted(families + [Family([number], [0]) for number in alone], key=lambda family: min(family.members))
@@ -138,9 +141,10 @@ def _computed_rows(
 
 @dataclass(frozen=True)
 class Family:
-    """Sequences with a common prefix, sorted by tokens, so that the longest common prefixes are between neighbors.
+    """Sequences with a common prefix. They are sorted by tokens, so that neighbors share the longest prefixes.
 
-    shared: for each member, how many of its tokens the previous member has already computed; 0 for the first.
+    shared: for each member, how many of its first tokens are not computed again, because the previous member has them
+    too; 0 for the first member.
     """
 
     members: list[int]
@@ -153,9 +157,10 @@ class Family:
 
 
 def branches(family: Family, rows: list[int]) -> Iterator[tuple[int, int, list[int]]]:
-    """Walk a family's tree, parents before children. Yields (start, end, the members that have these rows in common).
+    """Walk the tree of a family's prefixes, parents before children, and yield each branch.
 
-    rows[i]: rows needed from sequence i.
+    A branch is (start, end, members): the members have the rows from start to end in common. rows[i]: how many rows of
+    sequence i are needed.
     """
     family = family.clamped(rows)
     waiting = [(0, len(family.members), 0)]  # first member, end of members, and the position where their branch starts
@@ -173,14 +178,16 @@ def branches(family: Family, rows: list[int]) -> Iterator[tuple[int, int, list[i
 WORTH_SHARING = 0.1
 """A family shares prefixes only if that saves at least this fraction of its rows, because it copies keys and values."""
 WORTH_A_BRANCH = 0.01
-"""A branch, which costs an attention call, must save at least this fraction of its rows and its descendants' rows."""
+"""A branch is kept only if sharing it saves at least this fraction of the rows in it and in its descendants, because
+each branch costs an attention call."""
 
 
 def beginnings(batch: TrajectoryBatch, indices: Tensor | None = None) -> Tensor:
-    """Find the common prefixes of the trajectories of each `group`, as `[B, 2]` int64.
+    """Find the common prefixes of the trajectories in each `group`. Returns `[B, 2]` int64.
 
-    The columns are a trajectory's position in its group sorted by tokens, and the length of the prefix that it shares
-    with the one before it. indices: the trajectories to compare; default: all.
+    The first column is a trajectory's position when its group is sorted by tokens. The second is the length of the
+    prefix that it shares with the trajectory at the previous position. indices: the trajectories to compare; default:
+    all.
     """
     chosen = torch.arange(len(batch)) if indices is None else indices
     group = batch.sequences.get("group")
@@ -246,7 +253,7 @@ def families_of(lengths: Tensor, group: Tensor | None, begin: Tensor) -> list[Fa
 
 
 def _worthwhile(family: Family, tokens: list[int]) -> Family:
-    """Remove branches that save too little; their children then start where the removed branch started."""
+    """Remove the branches that save too little. The children of a removed branch then start where it started."""
     kept = [0] * len(family.members)
     waiting = [(0, len(kept), 0)]  # first member, end of members, and the position where their branch starts
     while waiting:
@@ -338,14 +345,20 @@ def _unit(family: Family, rows: list[int]) -> Unit:
 
 
 def _described_token(values: Tensor, source: Tensor, key: str) -> Tensor:
-    """Return each row's entry of a column: `[N, ...]` -> `[T, ...]`. Rows that describe no token get a neutral one."""
+    """Take from a column the entry that describes each row: `[N, ...]` -> `[T, ...]`.
+
+    Rows that describe no token get NO_TOKEN in the column of supports, and 0 in other columns.
+    """
     nothing = support.NO_TOKEN if key == support.COLUMN else 0
     missing = (source < 0).view(-1, *[1] * (values.ndim - 1))
     return values[source.clamp_min(0)].masked_fill(missing, nothing)
 
 
 def _untrained_token(batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Return one untrained token, with the columns of `batch`: every rank's loss must return the same statistics."""
+    """Return a batch of one untrained token, with the columns of `batch`.
+
+    It stands in for an empty microbatch, because the loss must return the same statistics on every rank.
+    """
     fill = {routes.COLUMN: routes.NO_ROUTE}
     tokens = {key: value.new_full((1, *value.shape[1:]), fill.get(key, 0)) for key, value in batch.tokens.items()}
     sequences = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.sequences.items()}
@@ -353,9 +366,10 @@ def _untrained_token(batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count: int) -> Tensor:
-    """Undo the packing and the shift: `[T]` results per microbatch -> `[token_count]`, 0 for tokens not predicted.
+    """Undo the packing and the shift: turn results per row into one result per token, `[token_count]`.
 
-    Runs on the host, where the microbatches are: selecting by a mask on a device would synchronize.
+    rows: a tensor `[T]` of results for each microbatch. Tokens that no row predicts get 0. This runs on the host, where
+    the microbatches are, because selecting by a mask on a device would wait for the device.
     """
     result = torch.zeros(token_count, dtype=rows[0].dtype)
     for microbatch, values in zip(microbatches, rows, strict=True):
@@ -376,7 +390,7 @@ def estimated_cost(lengths: Tensor) -> Tensor:
 def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
     """Split indices into `parts` lists of nearly equal cost, each in ascending order.
 
-    The costliest index comes first, and each goes to the list that is cheapest so far.
+    The indices are assigned in descending order of cost. Each one goes to the list that is cheapest so far.
     """
     heap = [(0.0, part) for part in range(parts)]
     lists: list[list[int]] = [[] for _ in range(parts)]
@@ -412,10 +426,10 @@ def least_microbatches(
 def plan(
     lengths: list[int], tokens_per_microbatch: int, count: int, costs: list[float] | None = None
 ) -> list[list[int]]:
-    """Split indices of sequences into `count` lists, each within the budget or with a single longer sequence.
+    """Split the indices of sequences into `count` lists. Each list fits the budget or is a single longer sequence.
 
-    Costs (default `estimated_cost(lengths)`) are balanced as well as the budget allows. The costliest list comes first,
-    so that ranks with similar shares do similar work at the same time. Empty sequences are in no list. Raises
+    Costs (default: `estimated_cost(lengths)`) are balanced as well as the budget allows. The costliest list comes
+    first, so that ranks with similar shares do similar work at the same time. Empty sequences are in no list. Raises
     ValueError if `count` is below `least_microbatches`.
     """
     order = _longest_first(lengths)

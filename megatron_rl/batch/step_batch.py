@@ -67,7 +67,7 @@ class StepBatch(TrajectoryBatch):
 
     @classmethod
     def of_tokens(cls, own: TrajectoryBatch, sequences: dict[str, Tensor], plan: SharePlan, **more: Any) -> Self:
-        """Build the batch from a plan. own: tokens of this replica's trajectories, in their order."""
+        """Build the batch from a plan. own: the trajectories of this replica with their tokens, in the step's order."""
         here = plan.lengths.where(plan.owner == plan.groups.data.rank, 0)
         return cls(**_fields(own) | {"sequences": sequences, "cu_seqlens": prefix_sums(here)}, plan=plan, **more)
 
@@ -108,7 +108,10 @@ class StepBatch(TrajectoryBatch):
         )
 
     def by_sequence(self, compute: Callable[[TrajectoryBatch], Tensor]) -> Tensor:
-        """Apply `compute` to each replica's own trajectories. Returns its values for the whole step, `[B]` float32."""
+        """Let every replica apply `compute` to its own trajectories. Returns the values of all, `[B]` float32.
+
+        `compute` returns one value for each trajectory of the batch that it gets.
+        """
         found = torch.zeros(len(self))
         found[self._is_here] = compute(self.own()).cpu().float()
         return self.completed(found)
@@ -130,7 +133,7 @@ class StepBatch(TrajectoryBatch):
     # -- other layouts ------------------------------------------------------------------------------------------------
 
     def in_layout(self, groups: ParallelGroups) -> StepBatch:
-        """Return the same step distributed for another layout. Tokens are sent once per layout."""
+        """Return the same step distributed for another layout. The first call for a layout sends the tokens."""
         if groups is self.plan.groups:
             return self
         if id(groups) not in self._in_layouts:
@@ -142,7 +145,7 @@ class StepBatch(TrajectoryBatch):
         return self._in_layouts[id(groups)]
 
     def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
-        """Redistribute a per-token column `[N]` of `other`, the same step in another layout, to this batch's layout."""
+        """Bring a per-token column `[N]` of `other` to this batch. `other` is the same step in another layout."""
         if other is self:
             return column
         one = TrajectoryBatch({"column": column}, {}, other.cu_seqlens)
