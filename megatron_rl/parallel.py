@@ -80,7 +80,7 @@ class ParallelGroups:
 
     @functools.cached_property
     def replicas(self) -> tuple[list[int], ...]:
-        """Global ranks of each data-parallel replica. In the policy's layout, its first rank is the rollout rank."""
+        """Global ranks of each data-parallel replica. In the policy's layout, the first of them is the rollout rank."""
         tensor, stages = self.tensor.size * self.context.size, range(self.pipeline.size)
         stage = self.world_size // self.pipeline.size  # megatron.core's rank order: tensor, context, data, pipeline
         return tuple(

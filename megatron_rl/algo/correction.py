@@ -42,8 +42,8 @@ def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tenso
 def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     """Return which trained rows lose their advantage because they are too far from the behaviour policy: `[T]` bool.
 
-    `negative_bound` rejects whole sequences, as in DeepSeek-V3.2 (arXiv 2512.02556): those whose mean distance exceeds
-    the bound and whose advantages have a negative sum.
+    `negative_bound` rejects whole sequences, as in DeepSeek-V3.2 (arXiv 2512.02556). It rejects a sequence if its mean
+    distance exceeds the bound and its advantages have a negative sum.
     """
     left_out = log_weights(rows)[1]  # rows whose weight is NaN are always rejected
     if correction.negative_bound > 0:
@@ -60,7 +60,10 @@ def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
 
 
 def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
-    """Return each row's estimate of KL(behaviour || proximal), for its token or its sequence, `[T]`."""
+    """Return each row's estimate of KL(behaviour || proximal), `[T]`.
+
+    The estimate is for the row's token or for its whole sequence, as the config says.
+    """
     log_weight, unknown = log_weights(rows)
     near = bounded(log_weight)
     k3 = (torch.expm1(near) - near).masked_fill(log_weight.isinf(), inf)

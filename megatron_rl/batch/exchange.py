@@ -36,7 +36,7 @@ def share_out(
     own: the trajectories of a rollout rank, and None on other ranks. The result has the trajectories in rank order, and
     `group` numbers that are unique over all ranks. The trajectories are divided into `updates` optimizer steps, in an
     order shuffled by `seed`. Greedy replies (`is_greedy`) belong to no optimizer step: they are only scored. With
-    `share_prompts`, a group's trajectories stay on one replica as far as balanced shares allow.
+    `share_prompts`, a group's trajectories get the same update and replica as far as balanced shares allow.
 
     Raises RuntimeError on all ranks if rollout ranks have different columns.
     """

@@ -151,7 +151,7 @@ class Family:
     shared: list[int]
 
     def clamped(self, rows: list[int]) -> Family:
-        """Return a copy with shared prefixes cut to the needed rows. rows[i]: rows needed from sequence i."""
+        """Return a copy whose shared prefixes end with the needed rows. rows[i]: needed rows of sequence i."""
         pairs = zip(self.members, self.members[1:], self.shared[1:], strict=False)
         return Family(self.members, [0, *(min(shared, rows[a], rows[b]) for a, b, shared in pairs)])
 
@@ -490,7 +490,7 @@ class _Bins:
         self.costs = [0.0] * count
 
     def place_in_cheapest(self, order: list[int]) -> bool:
-        """Put each sequence into the cheapest bin with room; return False as soon as none has room."""
+        """Put each sequence into the cheapest bin with room for it. Return False once a sequence fits into no bin."""
         cheapest = [(0.0, part) for part in range(len(self.parts))]
         crowded: list[tuple[int, int]] = []  # heap of (-room, bin): too full for this sequence, not for shorter ones
         for index in order:  # sizes decrease, so a bin that was too full may fit again
@@ -509,7 +509,7 @@ class _Bins:
         return True
 
     def place_in_fullest(self, order: list[int]) -> bool:
-        """Put each sequence into the fullest bin with enough room (best fit); return False as soon as none has room."""
+        """Put each sequence into the fullest bin with room for it. Return False once a sequence fits into no bin."""
         by_room = sorted((-room, part) for part, room in enumerate(self.room))  # the fullest last
         for index in order:
             # The last entry with -room <= -size; len(self.parts) is above all bins' numbers.

@@ -1,7 +1,7 @@
 """LoRA adapters on Megatron's linear layers: y = W x + scale lora_B (lora_A x), with W frozen.
 
-Adapters are split over tensor ranks as W is: lora_A if W is split by columns, lora_B if W is split by rows. Ranks
-exchange only lora_A x, which has `rank` numbers per token and projection.
+Adapters are split over tensor ranks like W: if W is split by columns, so is lora_A; if W is split by rows, so is
+lora_B. Ranks exchange only lora_A x, which has `rank` numbers per token and projection.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ class Adapter(nn.Module):
     """
 
     lent: tuple[Tensor, Tensor, float] | None = None
-    """lora_A, lora_B and scale of another model with the same base, to use instead of this adapter's own."""
+    """lora_A, lora_B and scale of another model with the same base weights. If set, they are used instead of this
+    adapter's own."""
 
     def __init__(
         self, weight: Tensor, rule: Rule, arch: Architecture, lora: LoraConfig, axis: Axis, *, config: TransformerConfig
@@ -101,7 +102,7 @@ class Adapter(nn.Module):
         return self._add(inner, self.wide_b(lora_b), output, scale)
 
     def adapt(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
-        """Adapt a matrix's output; a forward hook of the matrix."""
+        """Return the matrix's output, adapted. This is a forward hook of the matrix."""
         if isinstance(output, Tensor):
             return self(inputs[0], output)
         return self(inputs[0], output[0]), *output[1:]
@@ -209,7 +210,7 @@ class Adapters:
                 adapter.is_on = True
 
     def note_base(self, groups: ParallelGroups) -> None:
-        """Compute `sum_of_base`, a checksum of all frozen weights that is the same in every layout. Collective."""
+        """Set `sum_of_base`, a checksum of all frozen weights that is the same in every layout. Collective."""
         total = torch.zeros((), dtype=torch.int64, device=self._base[0][0].device)
         for weight, rule in self._base:
             is_expert, is_cut = rule.expert is not None, rule.layout.split_dim is not None

@@ -20,12 +20,16 @@ class Level(NamedTuple):
     """The segments at one fork depth, longest first. A segment's initial state is its parent's final state, or zero."""
 
     parents: Tensor | None
-    """`[S]`: each segment's parent, as an index into all segments of earlier levels. None at the first level."""
+    """`[S]`: the index of each segment's parent in the concatenated segments of all earlier levels; None at the first
+    level."""
     active: list[int]  # for each chunk index i, the number of segments with more than i chunks
 
 
 def rows_before(segments: Tensor) -> Tensor:
-    """Return the row that precedes each row in its sequence, `[R]`, or -1. segments: `[S, 4]`, as in MicroBatch."""
+    """Return for each row the row that precedes it in its sequence, `[R]`; -1 for a sequence's first row.
+
+    segments: `[S, 4]`, as in MicroBatch.
+    """
     first, rows, parent, _ = segments.unbind(1)
     before = torch.arange(-1, int(rows.sum()) - 1)
     before[first] = torch.where(parent >= 0, (first + rows)[parent] - 1, -1)
@@ -43,7 +47,7 @@ def fork_depths(segments: Tensor) -> Tensor:
 class Chunks(NamedTuple):
     """A layout of R packed rows in N chunks of C places each.
 
-    Chunks are ordered by level, then by their index in the segment, then by segment.
+    Chunks are ordered by level. Within a level they are ordered by their index in the segment, and then by segment.
     """
 
     rows: Tensor  # `[N * C]`: the row at each place, or R if the place is empty
@@ -83,7 +87,10 @@ class Chunks(NamedTuple):
 
 
 def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
-    """Return, for each row, the weighted sum over the last K rows of its sequence. weight: `[channels, K]`."""
+    """Return for each row a weighted sum over the last K rows of its sequence, its own row included.
+
+    weight: `[channels, K]`.
+    """
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()
     row = torch.arange(len(x), device=x.device)
     total = padded[:-1] * weight[:, -1].float()

@@ -1,4 +1,4 @@
-"""Computes the tokens that top-k, top-p and min-p keep, if no server reports them (megatron_rl/support.py)."""
+"""Computes which tokens top-k, top-p and min-p keep, for servers that do not report it (megatron_rl/support.py)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The supports of rows.
+    """The supports of some rows.
 
     ids: `[c, W]` int32, as in megatron_rl/support.py.
-    log_mass: `[c]`, log of the support's probability before the cut; 0 for the whole vocabulary.
-    is_outside: `[c]` bool: the options exclude the sampled token, which is part of its support nevertheless.
+    log_mass: `[c]`, the log of the probability that the support's tokens have together before the cut; 0 for the whole
+      vocabulary.
+    is_outside: `[c]` bool, True if the options exclude the sampled token. It is part of the support nevertheless.
     """
 
     ids: Tensor
@@ -69,7 +70,10 @@ def kept_tokens(logits: Tensor, labels: Tensor, cut: Cut, shard: VocabShard, tem
 
 
 def logprob_of(logprobs: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
-    """Return `[c]` log-probabilities of the labels, of which each is in one rank's columns `[c, columns]`."""
+    """Return the labels' log-probabilities `[c]`, given those of this rank's columns, `[c, columns]`.
+
+    Each label is in the columns of exactly one rank. Collective over the tensor-parallel ranks.
+    """
     places = labels - shard.start
     is_here = (places >= 0) & (places < logprobs.shape[1])
     if logprobs.shape[1]:

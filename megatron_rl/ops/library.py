@@ -68,7 +68,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def tiles(columns: int, dtype: torch.dtype) -> int:
-    """Return the number of tiles per row in `logprob_partials`; same rule as csrc/math/logprob.h."""
+    """Return the number of tiles per row in `logprob_partials`. csrc/math/logprob.h computes it by the same rule."""
     tile = 32768 // dtype.itemsize
     return (columns + tile - 1) // tile if columns > tile else 1
 

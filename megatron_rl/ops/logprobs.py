@@ -37,7 +37,7 @@ class VocabShard:
         return self.stop - self.start < self.size
 
     def without_padding(self, columns: int) -> int:
-        """Return how many of this rank's `columns` are not padding. The last rank may have only padding."""
+        """Return how many of this rank's `columns` belong to the vocabulary. The last rank may have only padding."""
         return max(0, min(columns, self.stop - self.start))
 
 
@@ -45,7 +45,7 @@ NORMALISING = {
     *(torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.log_softmax, F.cross_entropy),
     *(Tensor.softmax, Tensor.log_softmax, Tensor.logsumexp),
 }
-"""Functions that normalise over the vocabulary, and so give wrong results on one rank's columns."""
+"""Functions that normalise over the last dimension. On one rank's columns of the vocabulary they give wrong results."""
 
 
 class VocabParallelLogits(Tensor):
@@ -140,7 +140,10 @@ def check_rows(logits: Tensor, labels: Tensor) -> None:
 
 
 def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[float, Tensor | None]:
-    """Return (one temperature, per-row temperatures or None). A tensor's values are unchecked, to avoid a sync."""
+    """Return (the temperature, None) for a number, and (1, the temperatures of rows) for a tensor, after checking it.
+
+    The values of a tensor are not checked, because that would wait for the device.
+    """
     if not isinstance(temperature, Tensor):
         if not 1e-37 <= temperature <= 1e37:
             raise ValueError(
