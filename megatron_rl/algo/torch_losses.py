@@ -154,6 +154,9 @@ def sum_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the mean over its sequence's trained rows, `[T]`. Values must be 0 in other rows."""
+    """Return for each row the mean of the values of its sequence's trained rows, `[T]`.
+
+    The values of other rows must be 0.
+    """
     count = sum_of_sequence(trained.to(values.dtype), cu_seqlens)
     return sum_of_sequence(values, cu_seqlens) / count.clamp_min(1.0)

@@ -28,9 +28,10 @@ from megatron_rl.weights.tensor_rules import Columns, GateUp, Replicated, Rule
 
 
 class Adapter(nn.Module):
-    """This rank's part of one matrix's adapter, which maps the matrix's input and output to the adapted output.
+    """This rank's part of the adapter of one matrix. It maps the matrix's input and output to the adapted output.
 
-    lora_A: `[projections of a fused matrix x rank, this rank's columns]`; lora_B: `[this rank's rows, rank]`.
+    lora_A: `[projections x rank, this rank's columns]`. A fused matrix consists of several projections.
+    lora_B: `[this rank's rows, rank]`.
     """
 
     lent: tuple[Tensor, Tensor, float] | None = None
@@ -132,7 +133,7 @@ class Adapter(nn.Module):
 
 
 class _Numbered:
-    """A weight source that fills each projection's tensor with the projection's index in `names`, or -1."""
+    """A weight source that fills each projection's tensor with the index of the projection in `names`, or with -1."""
 
     def __init__(self, names: list[str]) -> None:
         self.numbers = {name: number for number, name in enumerate(names)}
@@ -163,7 +164,10 @@ class Adapters:
             adapter.scale = scale
 
     def lend(self, parts: Sequence[Tensor], scale: float) -> None:
-        """Let calls use another model's adapters until `give_back`. parts: in the order of `parameters`."""
+        """Make the adapters use another model's lora_A and lora_B until `give_back`.
+
+        parts: the other model's parameters, in the order of `parameters`. scale: the other model's scale.
+        """
         for number, adapter in enumerate(self._in_order):
             adapter.lent = (parts[2 * number], parts[2 * number + 1], scale)
 

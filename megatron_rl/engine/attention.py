@@ -239,7 +239,7 @@ class WithSinks(torch.autograd.Function):
 
 @functools.cache
 def transformer_engine_attention(heads: int, kv_heads: int, width: int, value_width: int, scale: float) -> nn.Module:
-    """Return Transformer Engine's attention over packed rows. Layers share it, because it has no parameters."""
+    """Return Transformer Engine's attention over packed rows. Layers share one module, because it has no parameters."""
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(

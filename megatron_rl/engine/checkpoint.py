@@ -245,7 +245,10 @@ def _join_writer(writer: int) -> None:
 
 
 def _fail_with_children(results: Any) -> None:
-    """If a child process failed, report this as the writer's result and exit. Other children end with the writer."""
+    """If a child process has failed, report the failure as the writer's result, and exit.
+
+    The writer's other children end with it.
+    """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if code := os.waitstatus_to_exitcode(ended[1]):
@@ -270,7 +273,7 @@ def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = F
 def training_state(engine: MicrobatchEngine) -> tuple[dict[str, Any], list[OptimizerShards]]:
     """Return the state to save or to load: weights and optimizer as shards, schedule, version, random states.
 
-    The second result are the shards of the distributed optimizers. After a load, call `take_over` on each of them.
+    The second result is the list of the distributed optimizers' shards. After a load, call `take_over` on each of them.
     """
     start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)

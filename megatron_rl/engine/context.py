@@ -80,5 +80,5 @@ class _SumForAll(torch.autograd.Function):
 
 
 def sum_for_all(part: Tensor, axis: Axis) -> Tensor:
-    """Sum `part` over the ranks. The computation after it must be the same on all ranks, and so is its gradient."""
+    """Sum `part` over the ranks. The sum is for a computation that is the same on all ranks, and so is its gradient."""
     return part if axis.size == 1 else _SumForAll.apply(part, axis)

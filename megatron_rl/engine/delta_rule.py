@@ -58,7 +58,10 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, segments: Tensor, size: int = CHUNK_ROWS) -> Chunks:
-        """Plan the layout of segments on the host. segments: as in `rows_before`."""
+        """Plan the layout on the host. segments: `[S, 4]`, as in MicroBatch.
+
+        size: the number C of places per chunk. It is reduced if all segments are shorter.
+        """
         starts, lengths, parents, _ = segments.T.tolist()
         count = sum(lengths)
         size = min(size, 1 << (max(lengths) - 1).bit_length())
