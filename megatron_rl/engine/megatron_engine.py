@@ -183,7 +183,7 @@ class MegatronEngine(MicrobatchEngine):
     def offload(self, *, keeps_weights: bool = False) -> None:
         """Move the optimizer's state and the weights to host memory, and discard the gradients.
 
-        keeps_weights: True to leave the weights on the device. Further calls change nothing.
+        keeps_weights: True to leave the weights on the device. Further calls do nothing.
         """
         weights, states, gradients = tensors_of(self)
         self._far_embedding = None
@@ -197,7 +197,10 @@ class MegatronEngine(MicrobatchEngine):
             self._host_weights.take(weights, [], self.device)
 
     def onload(self, *, with_states: bool = True) -> None:
-        """Move everything, or only the weights, back to the device. Idempotent. Every method that computes calls it."""
+        """Move everything back to the device. Further calls do nothing. Every method that computes calls it.
+
+        with_states: False to move only the weights.
+        """
         self._host_weights.give_back()
         if with_states:
             self._host_states.give_back()

@@ -71,8 +71,7 @@ FIELDS_BY_REASON = {
     "param_sync_func",
 }
 REASONS = {field: reason for reason, fields in FIELDS_BY_REASON.items() for field in fields.split()}
-"""Maps a field to the reason why it must not be set. Other fields that the model or layout determines are rejected too.
-"""
+"""Maps a field to the reason why it must not be set. Fields that the model or layout determines need no entry here."""
 
 
 FLEX_BACKENDS = {

@@ -128,9 +128,10 @@ class MicrobatchEngine(ModelEngine):
 
     @torch.no_grad()
     def kept_tokens(self, data, cut: Cut, *, temperature: float) -> KeptTokens:
-        """Return, on the host, the tokens that sampling options leave of this model's logits, for each token.
+        """Return, for each trained token, the tokens of this model's distribution that the sampling options keep.
 
-        Rows of untrained tokens have no ids, and log_mass 0.
+        The result is on the host. Rows of untrained tokens have no ids, and their log_mass is 0. cut: the sampling
+        options.
         """
         self._activate()
         batch, head = TrajectoryBatch.of(data), self._head
