@@ -10,26 +10,27 @@ recorded as token ids, not as a threshold on logits, because each of these polic
 another support. `generation.top_k` limits the number of ids, so top-p and min-p are trained only together with it.
 
 The batch column `support` is `[N, W]` int32. Row t holds the sampled token itself, then the other tokens of its support
-in the order of their ids, then NO_TOKEN. A row of only NO_TOKEN stands for the whole vocabulary: prompts, and tokens
-that no server sampled. W is twice generation.top_k, because some samplers keep all tokens whose logits are equal to the
-least likely one's.
+in the order of their ids, then NO_TOKEN. Rows of prompts, and of tokens that no server sampled, hold only NO_TOKEN,
+which stands for the whole vocabulary. W is twice generation.top_k, because some samplers also keep all tokens whose
+logits are equal to the smallest logit that they keep.
 
 Penalties and biases change the logits of a support's tokens before they are divided by the temperature, as in SGLang:
 
     adjusted = scaled(logit - frequency * count - presence * [count > 0]) + bias
     scaled(x) = x * repetition if x < 0 else x / repetition, for tokens with a count above 0; x for others
 
-`count` is how often the request has generated the token before. Neither prompt tokens nor tokens before an abort, which
-the server got as a prompt, count. The adjustment does not depend on the policy, so it is computed once, when a reply is
-read.
+`count` is the number of times that the request has generated the token before. Tokens of the prompt do not count.
+Neither do tokens that were generated before an abort, because the server then got them as a prompt. The adjustment does
+not depend on the policy, so it is computed once, when a reply is read.
 
-The batch column `adjustment` is `[N, W, P]` float32. Without a repetition penalty, P is 1: the number that is added.
-With it, P is 3: a number that is added, the penalty (0 if the token has none), and a number that is added then. So
-zeros change nothing. Requests without penalties and biases have no such column.
+The batch column `adjustment` is `[N, W, P]` float32. Without a repetition penalty, P is 1: the number that is added to
+the logit. With it, P is 3: a number that is added, the penalty by which the sum is then scaled (0 if the token has
+none), and a number that is added last. So zeros change nothing. If a run's requests have no penalties and biases, the
+batch has no such column.
 
 Without `generation.top_k`, penalties and biases change the whole vocabulary's distribution. A row then has NO_TOKEN in
 its first place, so that it stands for the whole vocabulary, and in its other places the tokens whose logits are
-changed. W is large enough for a reply of only different tokens.
+changed. W is large enough for a reply in which all tokens differ.
 """
 
 from __future__ import annotations

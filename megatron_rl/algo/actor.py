@@ -49,7 +49,7 @@ class EntropyController:
         return self.value if self.is_below else 0.0
 
     def update(self, entropy: float) -> None:
-        """Adapt the weight to the step's mean entropy per trained token, in nats."""
+        """Adapt the weight after a step. entropy: the step's mean entropy per trained token, in nats."""
         if self.options.entropy_target > 0:
             self.is_below = entropy <= self.options.entropy_target
             step = self.options.entropy_step
@@ -129,7 +129,8 @@ class PolicyActor:
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
         """Shape the rewards and set `advantages`. Collective: every rank calls it.
 
-        The batch has the `[B]` columns of all trajectories, in whole groups, and the tokens that this replica trains.
+        The batch must have the `[B]` columns of all trajectories of the step, in whole groups, and the tokens of those
+        that this replica trains.
         """
         self.shaper(batch)
         self.metrics = dict(self.shaper.last)
@@ -246,8 +247,9 @@ def has_advantages(share: TrajectoryBatch) -> bool:
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
     """Return the proximal policy's position between the behaviour policy (0) and the trained policy (1), `[N]` float32.
 
-    age: `[N]` updates between the behaviour policy and the step's first policy. updates_done: updates of this step so
-    far. The log-probability is assumed to move linearly with the updates (A-3PO, arXiv 2512.06547).
+    age: `[N]`, the number of updates from the behaviour policy of each token to the step's first policy. updates_done:
+    the number of this step's updates so far. The log-probability is assumed to move linearly with the updates (A-3PO,
+    arXiv 2512.06547).
     """
     # positions in updates: behaviour policy -before, proximal policy 0, trained policy updates_done
     before = age.clamp_min(0).float()

@@ -145,7 +145,8 @@ def remax(batch: TrajectoryBatch) -> Tensor:
 def opo(batch: TrajectoryBatch) -> Tensor:
     """r - sum(l r) / sum(l) over the group, l the trained tokens.
 
-    This baseline minimises the variance if the squared gradient is proportional to the length.
+    l is the number of a trajectory's trained tokens. The baseline minimises the variance if the squared gradient is
+    proportional to the length.
     Source: arXiv 2505.23585
     """
     scores, group, tokens = batch["scores"].double(), members(batch), batch.sums_of_tokens(batch["loss_mask"].double())
@@ -191,8 +192,9 @@ def otb(batch: TrajectoryBatch) -> Tensor:
 def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> Tensor:
     """w (r - mean of the group), w by `weight`.
 
-    equal: 1. std: 1 / std of the group. clip_filter: number of groups / number of groups with variance, at most `most`.
-    clip_filter scales informative prompts up, as if the uninformative ones had been resampled.
+    With weight = equal, w is 1. With std, w is 1 / std of the group. With clip_filter, w is the number of groups
+    divided by the number of groups with variance, at most `most`. clip_filter scales informative prompts up, as if the
+    uninformative ones had been resampled.
     Source: arXiv 2505.12504
     """
     scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
@@ -221,8 +223,9 @@ def maxrl(batch: TrajectoryBatch) -> Tensor:
 def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
     """(E[best of k with i in] - E[best of k]) / std[best of k], over the group's subsets of k.
 
-    The paper's closed form for rewards of 0 and 1, generalised to any rewards. A group smaller than k is one subset. A
-    sample with several trajectories is compared by its mean reward, and all of them get its advantage.
+    This is the paper's closed form for rewards of 0 and 1, generalised to any rewards. If the group is smaller than k,
+    the whole group is the only subset. A sample with several trajectories is compared by its mean reward, and each of
+    its trajectories gets its advantage.
     Source: arXiv 2508.10751
     """
     samples, scores = batch.samples, batch.means_of_samples(batch["scores"]).double()

@@ -1,7 +1,7 @@
 """Aggregation of the rows' losses into one number: a weight for each row, and the divisor of the sum.
 
 Weights are computed before packing, and the divisor is counted over all microbatches and ranks. So the result does not
-depend on how trajectories are divided. A trajectory counts if it has a trained token.
+depend on how trajectories are divided over them. A mean over trajectories counts those with a trained token.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: Algor
 
 
 def trained_sequences(rows: TensorDict) -> Tensor:
-    """Return the loss weight for means over trajectories: the number of sequences with a trained row, 0-dim int64."""
+    """Return the loss weight for means over trajectories: how many sequences have a trained row, 0-dim int64."""
     return (sums_by_sequence(is_trained(rows).long(), rows["cu_seqlens"]) > 0).sum()
 
 

@@ -88,7 +88,7 @@ def _find(
 
 
 def _values_given(entry: Any) -> int:
-    """Return how many arguments the trainer passes to an entry's function before the user's own."""
+    """Return how many positional arguments the trainer passes to an entry's function, before the user's own options."""
     return 2 if isinstance(entry, TorchLoss) else 1
 
 
@@ -113,7 +113,7 @@ def _holds(rule: Callable[[Any], bool], value: Any) -> bool:
 
 
 def options_of(function: Callable[..., Any], given: int) -> list[str]:
-    """Return a function's own options, which follow its first `given` parameters, as `name=default`."""
+    """Return a function's own options as `name=default`. given: the number of parameters before them."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
     return [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
 

@@ -17,9 +17,9 @@ from megatron_rl.ops.reference import bounded
 
 
 def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Return each row's weight p(proximal) / p(behaviour), and whether it was out of bounds: `[T]` each.
+    """Return each row's weight p(proximal) / p(behaviour), `[T]`, and whether it was out of bounds, `[T]` bool.
 
-    An infinite log weight is out of bounds. A row whose log weight is NaN has weight 0.
+    A row whose log weight is infinite is out of bounds. A row whose log weight is NaN has weight 0.
     """
     log_weight, unknown = log_weights(rows)
     if correction.weight == "off":
@@ -81,7 +81,10 @@ def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
 
 
 def log_weights(rows: LossRows) -> tuple[Tensor, Tensor]:
-    """Return log p(proximal) - log p(behaviour), with NaN replaced by 0, and a mask of the NaNs: `[T]` each."""
+    """Return log p(proximal) - log p(behaviour) of each row, `[T]`, and a mask of the rows where it is NaN, `[T]` bool.
+
+    NaN is replaced by 0.
+    """
     log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
     unknown = log_weight.isnan()
     return log_weight.masked_fill(unknown, 0.0), unknown

@@ -67,7 +67,7 @@ NEUTRAL = {"teacher_place": -1, "versions": -1, support.COLUMN: support.NO_TOKEN
 
 
 def _like(share: TrajectoryBatch, rows: TrajectoryBatch) -> TrajectoryBatch:
-    """Return the batch `rows` with the columns of `share`, so that the two can be concatenated."""
+    """Give the batch `rows` the columns of `share`, so that the two can be concatenated. Returns the new batch."""
     known = {"input_ids": rows["input_ids"], "loss_mask": torch.zeros_like(rows["loss_mask"])}
     known[DEMONSTRATED] = rows["loss_mask"].float()
     count = len(rows["input_ids"])

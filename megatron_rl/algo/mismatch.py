@@ -96,9 +96,10 @@ def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
 
 
 def check_alarm(found: dict[str, float], threshold: float, *, is_skipped: bool = False) -> None:
-    """Raise RuntimeError if trainer and servers differ by more than `threshold` nats (0: no threshold).
+    """Raise RuntimeError if trainer and servers differ by more than `threshold` nats. With 0, there is no threshold.
 
-    A NaN or infinite difference raises at any threshold, unless the update was already skipped and counted.
+    found: the result of `metrics`. A NaN or infinite difference raises at any threshold, unless `is_skipped`: the
+    update was then already skipped and counted.
     """
     # Prefer tokens of the current policy. Older ones also differ because the policy has moved.
     key = "mismatch/mean_age_0" if "mismatch/mean_age_0" in found else "mismatch/mean"

@@ -36,7 +36,7 @@ class Pairs:
     """
 
     values: Tensor
-    """log p of the whole reply, or its score from a value head; with gradient."""
+    """log p of the whole reply, with gradient. If the loss is for a value head, it is the head's score of the reply."""
     log_ratios: Tensor
     """log p - log p(reference) of the whole reply, with gradient; equals `values` if the loss needs no reference."""
     tokens: Tensor

@@ -117,7 +117,8 @@ class PairLoss:
 
     function: Callable[..., tuple[Tensor, Tensor]]
     head: str = "policy"
-    """`policy`: computed from log-probabilities. `value`: computed from scores; the model becomes a reward model."""
+    """The model's head. With `policy`, the loss is computed from log-probabilities. With `value`, it is computed from
+    scores, and the model becomes a reward model."""
     needs_reference: bool = False
     """Whether the loss compares the model with its state before the first update."""
     rules: Rules = field(default_factory=dict)

@@ -151,7 +151,8 @@ class RewardShaper:
     def _by_length(self, rewards: Tensor, longest: Tensor, total: Tensor, *, with_penalty: bool = True) -> Tensor:
         """Apply the options that depend on lengths to rewards `[K]`.
 
-        longest: `[K]` tokens of the trajectory's longest reply. total: `[K]` tokens of all its replies.
+        longest: `[K]`, the number of tokens of the trajectory's longest reply. total: `[K]`, the number of tokens of
+        all its replies. with_penalty: False to leave the overlong penalty out.
         """
         options = self.options
         if options.cut_off_share < 1:
@@ -208,8 +209,8 @@ def means_of_fresh(batch: TrajectoryBatch, scores: Tensor) -> Tensor:
 def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:
     """Add a reward model's `[B]` scores, times `coefficient`, to the workflow's rewards.
 
-    The column `model_rewards` keeps the scores. If rewards are by token or by turn, a score is added to the last
-    trained token, and dropped if there is none.
+    The column `model_rewards` keeps the scores. If rewards are by token or by turn, a trajectory's score is added to
+    its last trained token. It is dropped if the trajectory has no trained token.
     """
     batch.sequences["model_rewards"] = scores
     if TURN_REWARDS in batch.tokens:
@@ -239,7 +240,8 @@ def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
 def token_rewards(batch: TrajectoryBatch) -> Tensor:
     """Return the workflow's rewards by token, `[N]` float64, 0 on untrained tokens.
 
-    A turn's reward stays in its turn. A trajectory's single reward goes on its last trained token.
+    A trajectory's single reward goes on its last trained token. The reward of a turn goes on the last trained token up
+    to the end of the turn.
     """
     if "rewards" in batch.tokens:
         return batch["rewards"].double().masked_fill(~batch["loss_mask"], 0.0)
@@ -279,7 +281,10 @@ def longest_replies(batch: TrajectoryBatch) -> Tensor:
 
 
 def at_the_end(values: Tensor, batch: TrajectoryBatch) -> Tensor:
-    """Put each trajectory's value on its last trained token, `[B]` -> `[N]`, or drop the value if there is none."""
+    """Put the value of each trajectory on its last trained token: `[B]` -> `[N]`. All other tokens get 0.
+
+    The value of a trajectory without a trained token is dropped.
+    """
     trained = batch["loss_mask"].nonzero()[:, 0]
     sequence = batch.sequence_ids[trained]
     is_last = torch.ones(len(trained), dtype=torch.bool)

@@ -172,7 +172,7 @@ def _first_that_fit(
 
 
 def keep(batch: TrajectoryBatch, kept: Tensor) -> float:
-    """Set the advantages of all tokens that are not `kept` to 0. Return the share of trained tokens that is kept."""
+    """Set the advantages of all tokens that are not `kept` to 0. Returns the share of trained tokens that is kept."""
     batch.tokens["advantages"] = batch["advantages"].masked_fill(~kept, 0.0)
     return share_of(batch, kept)
 

@@ -53,7 +53,7 @@ class LossRows:
 
     @property
     def ratio(self) -> Tensor:
-        """The ratio u. |log u| is bounded by LOG_RATIO_BOUND; beyond the bound the gradient is 0."""
+        """The ratio u of each row. log u is clamped to [-LOG_RATIO_BOUND, LOG_RATIO_BOUND], with gradient 0 outside."""
         return bounded(self.log_ratio).exp()
 
 
@@ -141,7 +141,8 @@ KL_COV = {"share": SHARE, "weight": (lambda value: 0 <= value < inf, "must be at
 def kl_cov(rows: LossRows, options: AlgorithmConfig, *, share: float = 2e-3, weight: float = 1.0) -> Tensor:
     """-A u + weight abs(log u) for a share of the tokens, of the highest c = (log p - mean) (A - mean); else -A u.
 
-    As in clip_cov, c is computed before a step's updates. u differs from 1 from the second update on.
+    The penalised tokens are the `share` of the step's trained tokens with the highest c. As in clip_cov, c is computed
+    before the step's updates. u differs from 1 from the second update on.
     Source: arXiv 2505.22617
     """
     assert rows.marked is not None

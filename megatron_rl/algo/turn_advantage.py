@@ -1,7 +1,7 @@
 """Advantage estimators that compare single turns of dialogues, or trajectories of one agent.
 
-A turn is a reply with at least one trained token. Each rank fills in a table, with a few numbers per turn, for its own
-tokens. The tables are summed, so all ranks compute the same results.
+A turn is a reply with at least one trained token. Each rank fills in a table, with a few numbers per turn, for the
+turns whose tokens it has. The tables are summed, so all ranks compute the same results.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Sends bytes to the ranks that need them, over the control process group.
 
-A rank receives each byte once. Bytes go from the first rank of one replica to the first rank of another; within a
-replica they spread as a binary tree. Every function is collective: all ranks call it with the same plan, and sizes that
-follow from the plan are not communicated.
+A rank receives each byte once. Bytes go from the first rank of one replica to the first rank of another, and from there
+to the replica's other ranks along a binary tree. Every function is collective: all ranks call it with the same plan.
+Sizes that follow from the plan are not communicated.
 """
 
 from __future__ import annotations

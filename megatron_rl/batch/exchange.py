@@ -113,7 +113,7 @@ def gather_numbers(
 
 
 def _runs_of(rows: Tensor) -> Tensor:
-    """Run-length encode rows: `[n, k]` -> `[R, 1 + k]`, each run's length followed by its row."""
+    """Find runs of equal consecutive rows: `[n, k]` -> `[R, 1 + k]`, the length of each run followed by its row."""
     found, counts = torch.unique_consecutive(rows, dim=0, return_counts=True) if len(rows) else (rows, rows[:, 0])
     return torch.cat([counts[:, None], found], dim=1)
 
@@ -127,7 +127,11 @@ def plan_step(
     seed: int,
     begin: Tensor | None = None,
 ) -> SharePlan:
-    """Plan which replica trains which trajectory in which update, from the whole step's `[B]` columns."""
+    """Plan the update that trains each trajectory, and the replica that computes all passes over it.
+
+    sequences, lengths: columns `[B]` of the whole step. begin: the result of `packing.beginnings` for the whole step,
+    if prompts are shared.
+    """
     is_trained = sequences["is_greedy"] == 0 if "is_greedy" in sequences else torch.ones(len(lengths), dtype=torch.bool)
     group = sequences["group"]
     update = torch.full((len(lengths),), updates)

@@ -59,10 +59,10 @@ def to_microbatch(
     Empty trajectories are skipped, because not every attention kernel accepts them. If none is left, the microbatch has
     one untrained token, so that the rank still takes part in collectives.
 
-    share_prompts: compute a prefix that several trajectories of one `group` share only once.
-    final_rows: also compute the last row of each sequence. A loss on log-probabilities does not need it, because the
-      token that it predicts was never sampled.
-    families: the families of `indices`, if already known.
+    share_prompts: True to compute a prefix that several trajectories of one `group` have in common only once.
+    final_rows: True to compute the last row of each sequence too. A loss on log-probabilities does not need it, because
+      the token that it predicts was never sampled.
+    families: the families of `indices`, if they are already known.
     """
     chosen = torch.tensor(indices, dtype=torch.int64)
     chosen = chosen[batch.lengths[chosen] > 0]
@@ -239,7 +239,10 @@ def _common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def families_of(lengths: Tensor, group: Tensor | None, begin: Tensor) -> list[Family]:
-    """Group trajectories into families that are computed together. lengths, group: `[B]`. begin: from `beginnings`."""
+    """Group trajectories into families that are computed together.
+
+    lengths, group: `[B]`, the trajectories' lengths and prompts. begin: the result of `beginnings`.
+    """
     if group is None:
         return []
     tokens, places, shared = lengths.tolist(), *begin.T.tolist()
@@ -272,7 +275,7 @@ def _worthwhile(family: Family, tokens: list[int]) -> Family:
 
 @dataclass(frozen=True)
 class Unit:
-    """Trajectories that are computed together: a family's part with its rows and its `estimated_cost`."""
+    """Trajectories that are computed together, with the number of their rows and their `estimated_cost`."""
 
     members: list[int]
     shared: list[int]
@@ -285,7 +288,7 @@ def units(
 ) -> list[Unit]:
     """Divide trajectories into units that are computed together.
 
-    A unit is a pair, several members of a family with at most `most_rows` rows, or a single trajectory.
+    A unit is a pair, a single trajectory, or several members of a family that have at most `most_rows` rows together.
     """
     needed = _needed_rows(batch.lengths, final_rows).tolist()
     found = families_of(batch.lengths, batch.sequences.get("group"), beginnings(batch)) if share_prompts else []
@@ -293,7 +296,10 @@ def units(
 
 
 def divide(rows: list[int], families: list[Family], pair: Tensor | None, most_rows: int) -> list[Unit]:
-    """Divide trajectories as `units` does, given their needed rows, families and pair numbers `[B]`."""
+    """Divide trajectories into units, as `units` does.
+
+    rows: the number of needed rows of each trajectory. pair: pair numbers `[B]`.
+    """
     result, together = [], set()
     for family in families:
         together.update(family.members)
@@ -305,7 +311,7 @@ def divide(rows: list[int], families: list[Family], pair: Tensor | None, most_ro
 
 
 def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
-    """Group the trajectories `indices` by pair. Without pairs, each trajectory is its own group."""
+    """Group the trajectories `indices` by pair. If there are no pairs, each trajectory is a group of its own."""
     if pair is None:
         return [[index] for index in indices]
     return [[indices[place] for place in members] for members in _by_group(pair[indices])]
@@ -477,7 +483,7 @@ def _longest_first(lengths: list[int]) -> list[int]:
 
 
 class _Bins:
-    """Microbatches being filled, longest sequences first. Placing a sequence takes O(log count) on average."""
+    """Microbatches that are being filled, longest sequences first. Placing a sequence takes O(log count) on average."""
 
     def __init__(self, lengths: list[int], budget: int, count: int, costs: list[float] | None = None) -> None:
         # A longer sequence counts as the whole budget: it needs an empty bin and fills it.

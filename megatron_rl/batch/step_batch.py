@@ -1,4 +1,4 @@
-"""A rank's view of a step's trajectories: the numbers of all, and the tokens of those that its replica trains."""
+"""A rank's view of a step: numbers of all trajectories, and the tokens of those that its replica trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from megatron_rl.types import TrajectoryBatch, prefix_sums
 
 @dataclass(frozen=True, kw_only=True)
 class SharePlan:
-    """Which replica trains which trajectory in which update; the same on all ranks. Tensors are `[B]` int64."""
+    """The plan of a step: the update and the replica that train each trajectory; the same on all ranks.
+
+    All tensors are `[B]` int64.
+    """
 
     groups: ParallelGroups
     updates: int
@@ -29,7 +32,7 @@ class SharePlan:
     begin: Tensor | None = None  # packing.beginnings, if families are computed together
 
     def in_layout(self, groups: ParallelGroups) -> SharePlan:
-        """Return the plan for the ranks of another layout, with the same updates."""
+        """Return a plan for the replicas of another layout. The trajectories keep their updates."""
         columns = {"group": self.group, "begin": self.begin}
         owner = share_plan.plan_owners(self.update, self.lengths, groups.data.size, **columns)
         return replace(self, groups=groups, owner=owner)
@@ -158,7 +161,7 @@ def _fields(batch: TrajectoryBatch) -> dict[str, Any]:
 
 
 def _delivered(batch: StepBatch, groups: ParallelGroups, owner: Tensor) -> TrajectoryBatch:
-    """Send the tokens of a batch to other replicas. owner: `[B]`, the replica of `groups` that gets each trajectory."""
+    """Send the tokens of a batch to the replicas of `groups`. owner: `[B]`, the replica that gets each trajectory."""
     leaders = torch.tensor([ranks[0] for ranks in batch.plan.groups.replicas])
     plan = {"lengths": batch.lengths, "sender": leaders[batch.plan.owner], "owner": owner}
     return delivery.deliver(batch.own(), delivery.token_layout(batch), **plan, groups=groups)

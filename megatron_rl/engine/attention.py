@@ -1,8 +1,8 @@
 """Causal attention over packed rows for Megatron's core-attention slot.
 
-On CUDA in 16-bit dtypes, it uses torch's or Transformer Engine's variable-length kernel, or FlexAttention if the shared
-keys of forked dialogues are not copied (forks.py). In all other cases, it makes one SDPA call for each group of equally
-shaped pieces (packed_rows.py).
+On CUDA in 16-bit dtypes, it uses the variable-length kernel of torch or of Transformer Engine. If the shared keys of
+forked dialogues are not copied, it uses FlexAttention instead (forks.py). In all other cases, it makes one SDPA call
+for each group of equally shaped pieces (packed_rows.py).
 """
 
 from __future__ import annotations

@@ -68,7 +68,10 @@ SCHEDULE_KEYS = {
 
 
 class CheckpointWriter:
-    """Writes checkpoints of models in one layout, one at a time, in forked processes. All ranks call every method."""
+    """Writes checkpoints of the models of one layout, one checkpoint at a time, in forked processes.
+
+    All ranks call every method.
+    """
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
@@ -305,7 +308,7 @@ def training_state(engine: MicrobatchEngine) -> tuple[dict[str, Any], list[Optim
 
 
 def _lora_state(engine: MicrobatchEngine) -> dict[str, Any]:
-    """Return the LoRA options and the checksum of the frozen weights; {} for a model without adapters."""
+    """Return the LoRA options and the checksum of the frozen weights. For a model without adapters, return {}."""
     if engine.adapters is None:
         return {}
     lora = dataclasses.asdict(engine.config.lora)

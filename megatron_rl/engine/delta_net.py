@@ -73,7 +73,10 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         return one_copy(plan, self.norm_weight.device)
 
     def _mix(self, projected: Tensor, plan: Chunks | Calls) -> Tensor:
-        """Mix the rows of each sequence: `[R, 1, rows of linear_in]` -> `[R, 1, this rank's value heads * D_v]`."""
+        """Mix the rows of each sequence by convolution and delta rule, and apply the gates.
+
+        projected: `[R, 1, C]`, the output of `linear_in`. Returns `[R, 1, this rank's value heads * D_v]`.
+        """
         sizes = self.sizes
         grouped = projected.squeeze(1).unflatten(-1, (self.key_heads, -1))  # [R, K heads, ...]
         per_key = sizes.value_heads // sizes.key_heads

@@ -106,11 +106,12 @@ def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks
 ) -> Tensor:
-    """Return `[R, V heads, D_v]` float32: S q for each row, with S the state after that row.
+    """Return `[R, V heads, D_v]` float32: for each row S q, where S is the state matrix after that row.
 
-    Each row first decays the state, D = exp(log_decay) S, and then corrects it: S = D + beta (v - D k) k^T. Queries and
-    keys are normalized to unit length, and queries are scaled by D_k**-0.5.
-    query, key: `[R, K heads, D_k]`, each head shared by (V heads / K heads) value heads. value: `[R, V heads, D_v]`.
+    Each row first decays the state, D = exp(log_decay) S, and then corrects it: S = D + beta (v - D k) k^T. Before
+    that, queries and keys are normalized to unit length, and queries are scaled by D_k**-0.5.
+    query, key: `[R, K heads, D_k]`. Each of their heads is shared by (V heads / K heads) value heads.
+    value: `[R, V heads, D_v]`.
     log_decay, beta: `[R, V heads]`; log_decay is at most 0.
     """
     heads, width = key.shape[1], key.shape[2]

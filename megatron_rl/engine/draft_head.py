@@ -91,7 +91,7 @@ class DraftHead:
     """
 
     splits_rows = False
-    """True if every rank must run every pass, because passes communicate with ranks that have other rows."""
+    """True if the head's passes communicate with ranks that have other rows. Every rank must then run every pass."""
 
     def __init__(
         self,

@@ -43,7 +43,8 @@ class FSDPEngine(ModelEngine):
         stats = engine.train_batch(batch, LogprobLoss(my_loss, temperature=1.0))
         engine.step_lr_scheduler()
 
-    Parameters, gradients and AdamW's state are sharded over the data axis. groups, head: as in MegatronEngine.
+    Parameters, gradients and AdamW's state are sharded over the data axis. The arguments `groups` and `head` are those
+    of MegatronEngine.
     """
 
     def __init__(

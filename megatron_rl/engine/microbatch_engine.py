@@ -256,7 +256,10 @@ class MicrobatchEngine(ModelEngine):
         return packing.scatter_rows(microbatches, list(results.split(counts)), len(batch["input_ids"]))
 
     def _global_sums(self, kept: list[dict[str, Tensor]], weight: int) -> dict[str, float]:
-        """Sum statistics and weights over all microbatches and data-parallel ranks. All ranks get the totals."""
+        """Return the sums of statistics and weights over all microbatches and data-parallel ranks, on every rank.
+
+        kept: the statistics of each of this rank's microbatches. weight: the sum of their weights.
+        """
         totals: list[Any] = [None]
         if self.groups.is_last_stage:
             names = list(kept[0])  # every microbatch has the same names, even without a trained row

@@ -58,13 +58,13 @@ class ModelEngine(TrainEngine):
         return weight_source(config.model.path, self.arch, random_seed=seed)
 
     def say_what_is_not_loaded(self, folder: str | Path) -> None:
-        """Log, on the main rank, the tensors of a HF folder for which this model has no parameters."""
+        """Log which tensors of a HF folder this model has no parameters for. Only the main rank logs."""
         if self.groups.is_main and (text := without_rule_text(folder)):
             logger.warning("%s", text)
 
     @property
     def saved_model(self) -> dict[str, str]:
-        """Arguments of functions that write weights: the folder whose config and tokenizer are copied, and the head."""
+        """Arguments for functions that write weights: the folder with the config and the tokenizer, and the head."""
         return {"model_folder": self.config.model.path, "head": self.arch.head}
 
     def optimizer_options(self, lr: float | None) -> OptimizerConfig:
@@ -118,7 +118,7 @@ class ModelEngine(TrainEngine):
         self.publisher.publish(specs, tensors, version)
 
     def _say_what_servers_keep(self) -> None:
-        """Log, on the main rank, the tensors of the model's folder that no publication sends."""
+        """Log which tensors of the model's folder no publication sends. Only the main rank logs."""
         model, how = self.config.model, self.config.publication
         if not self.groups.is_main or model.init != "hf" or how in ("disk", "adapters"):
             return

@@ -1,4 +1,4 @@
-"""Copying all of a microbatch's tensors to the device in one transfer, without blocking the host."""
+"""Copies all of a microbatch's tensors to the device in one transfer, without blocking the host."""
 
 from __future__ import annotations
 

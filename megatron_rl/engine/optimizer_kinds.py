@@ -1,8 +1,9 @@
 """Conversion of a checkpoint's optimizer state between plain Adam and Megatron's distributed optimizer.
 
-The main parameters have different names, and the plain optimizer of a float32 model has none, because it updates the
-weights themselves. Megatron arranges the rest of the state differently for the two kinds. torch's Adam stores the
-number of updates with each parameter's moments; apex and Transformer Engine store it in the parameter group.
+The two kinds of optimizer give the main parameters different names. The plain optimizer of a float32 model has no main
+parameters, because it updates the weights themselves. Megatron also arranges the rest of the state differently for the
+two kinds. torch's Adam stores the number of updates with each parameter's moments; apex and Transformer Engine store it
+in the parameter group.
 """
 
 from __future__ import annotations

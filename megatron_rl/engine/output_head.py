@@ -73,7 +73,7 @@ class Head:
     def _loss_of_rows(
         self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows, term: LogitsTerm | None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Compute `logprob_loss` together with its gradient, for a loss that is a sum over rows."""
+        """Do what `logprob_loss` does, for a loss that is a sum over rows. The same pass computes the gradient."""
         labels = rows["labels"]
         found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         # A column per sequence may have as many entries, but a loss by row reads none.

@@ -252,6 +252,6 @@ def _dense(rows: Tensor, keys: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return the rows of all runs: starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ..."""
+    """Return the rows of all runs, one run after the other. A run has `lengths` consecutive rows from `starts`."""
     offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return offsets + torch.arange(len(offsets))

@@ -1,7 +1,7 @@
 """Routers that replay the rollout servers' expert choices (R3), if `algo.routing_replay` is on.
 
 Megatron's own RouterReplay keeps the experts of one pass in the order of calls. Here each microbatch brings its experts
-in PackedRows, so the order of microbatches, pipeline chunks and recomputed layers does not matter.
+in PackedRows. So the order of microbatches, pipeline chunks and recomputed layers does not matter.
 
     row with a route    -> the server's experts in place of the trainer's top-k. Their weights are the trainer's, with
                            gradient (experts), or the server's values with the trainer's gradient (experts_and_weights)
@@ -150,7 +150,10 @@ class RoutingReplay:
 
 
 def _hand_over(layer: nn.Module, args: Any, kwargs: dict[str, Any], *, column: int) -> None:
-    """Give a layer's router the routes of this tensor rank's rows, before the layer runs or is recomputed."""
+    """Give a layer's router the routes of this tensor rank's rows. This hook runs before the layer computes.
+
+    It also runs before the layer is recomputed. column: the layer's index in `PackedRows.routes`.
+    """
     packed: PackedRows = kwargs["packed_seq_params"]
     router, slots = layer.mlp.router, None
     if packed.routes is not None:

@@ -18,7 +18,8 @@ NO_TOKEN = -1
 class Cut:
     """Sampling options that exclude tokens, with SGLang's names and meaning.
 
-    width: W, the places of a support. If a row keeps more tokens, its support is the whole vocabulary.
+    width: W, the number of tokens that a support can hold. If a row keeps more tokens, its support is the whole
+    vocabulary.
     """
 
     top_k: int = -1
@@ -43,11 +44,13 @@ class KeptTokens:
 
 
 def kept_tokens(logits: Tensor, labels: Tensor, cut: Cut, shard: VocabShard, temperature: float) -> KeptTokens:
-    """Return the tokens of each row that `cut` keeps, together with the sampled one.
+    """Return the support of each row: the tokens that `cut` keeps, and the sampled token.
 
-    logits: `[c, columns]` float32 or float64, without padding; they are overwritten. labels: `[c]` int64, all of 0 or
-    more. Each option is evaluated on the probabilities before any of them has excluded tokens, as the embedded server
-    and SGLang's sampler in torch do. Collective over the tensor-parallel ranks.
+    logits: `[c, columns]` float32 or float64, without padding; they are overwritten.
+    labels: `[c]` int64, the sampled tokens, all of 0 or more.
+
+    Each option is evaluated on the probabilities before any other option has excluded tokens, as in the embedded server
+    and in SGLang's sampler in torch. Collective over the tensor-parallel ranks.
     """
     count = min(cut.width + 1, shard.size)
     logprobs, tokens, own = likeliest(logits, count, shard, temperature)

@@ -43,7 +43,7 @@ def check_cuda() -> None:
 
 
 def check_current(library: Path) -> None:
-    """Raise RuntimeError if a library was built from other sources than the current ones."""
+    """Raise RuntimeError if the library was not built from the present sources in csrc/."""
     if not BUILD_SCRIPT.exists():
         return  # an installed package has no sources to compare with
     found, wanted = built_from(library).get("sources"), runpy.run_path(str(BUILD_SCRIPT))["sources_hash"]()

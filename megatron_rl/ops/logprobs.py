@@ -1,7 +1,7 @@
 """Log-probability and entropy of labels, from logits whose vocabulary may be split over the tensor-parallel ranks.
 
-Shapes: T rows, V vocabulary, V_local this rank's columns. Sums are float32 for every logits dtype. Rows with a negative
-label give 0 and no gradient.
+Shapes: T rows, V tokens in the vocabulary, V_local columns on this rank. Sums are float32 for every logits dtype. Rows
+with a negative label give 0 and get no gradient.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[floa
 
 
 def gather_partials(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather `[1, ...]` of every rank into `[ranks, ...]`."""
+    """Gather a tensor `[1, ...]` of every rank. Returns `[ranks, ...]` on all ranks of the group."""
     ranks = torch.empty((group.size(), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
     dist.all_gather_into_tensor(ranks, mine, group=group)
     return ranks
@@ -181,5 +181,5 @@ def gather_logprobs_entropy(
 def gather_logprobs(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, *, shard: VocabShard | None = None
 ) -> Tensor:
-    """Return log p(label), `[T]` float32. Like `gather_logprobs_entropy`, without the entropy."""
+    """Return log p(label), `[T]` float32. The arguments are those of `gather_logprobs_entropy`."""
     return packed_logprobs(logits, labels, temperature=temperature, shard=shard)

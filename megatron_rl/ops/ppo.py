@@ -1,6 +1,6 @@
 """Policy losses from log-probabilities: loss, gradient and statistics in one pass over the tokens.
 
-Shapes: T packed rows, B sequences. Results are sums over trained rows; nothing is averaged here.
+Shapes: T packed rows, B sequences. All results are sums over trained rows, and never averages.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class PpoOptions:
     """
 
     mode: str = "clip"
-    """clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347). cispo: -w clip(u) A log p, without gradient through
-    clip(u) (arXiv 2506.13585). sapo: -w A 4/s sigmoid(s (u - 1)) (arXiv 2511.20347). reinforce: -w A log p."""
+    """The loss of a row. clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347). cispo: -w clip(u) A log p, without
+    gradient through clip(u) (arXiv 2506.13585). sapo: -w A 4/s sigmoid(s (u - 1)), where s is SAPO's temperature (arXiv
+    2511.20347). reinforce: -w A log p."""
     sequence_ratio: bool = False
     """If True, u is the geometric mean of the ratios of the sequence's trained rows. Its derivative by a row's log p is
     u: GSPO-token (arXiv 2507.18071). This equals GSPO if A and w are the same in all rows of a sequence. Needs

@@ -20,7 +20,7 @@ def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 LOG_RATIO_BOUND = 20.0
-"""Bound on log ratios before exponentiation; same value as in csrc/math/ppo.h."""
+"""Bound on log ratios before exponentiation. csrc/math/ppo.h has the same value."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
@@ -38,7 +38,8 @@ KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 CHECKSUM_COLUMNS = 1024
-"""8-byte words per row of the matrix in which a tensor's bytes are summed; same value as in csrc/math/checksum.h."""
+"""Number of 8-byte words in a row of the matrix in which a tensor's bytes are summed. csrc/math/checksum.h has the same
+value."""
 
 
 TILE_WORDS = 8192

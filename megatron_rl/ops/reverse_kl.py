@@ -1,9 +1,8 @@
 """Reverse KL divergence, KL(policy || teacher), over the vocabulary, and its gradient, in chunks of rows.
 
-The vocabulary may be split over the tensor-parallel ranks.
-
-Shapes: T rows of a microbatch, c rows of a chunk, n tokens scored by a teacher, K top tokens of the teacher, columns:
-this rank's vocabulary columns, H hidden size.
+The vocabulary may be split over the tensor-parallel ranks. Shapes: T rows of a microbatch, c rows of a chunk, n tokens
+that a teacher scored, K top tokens of the teacher, hidden size H. `columns` is the number of this rank's columns of the
+vocabulary, without padding.
 """
 
 from __future__ import annotations
@@ -118,7 +117,10 @@ class TeacherTargets:
 
 @dataclass(frozen=True)
 class ReverseKL:
-    """A loss term for each row scored by a teacher: coefficient * weight * sum over tokens of p (log p - log q)."""
+    """A loss term on the rows that a teacher scored: coefficient * weight * sum over tokens of p (log p - log q).
+
+    p is the policy's distribution at the row, and q the teacher's.
+    """
 
     parts: list[tuple[Teacher, Tensor]]
     """Each teacher with the row that it has for each row of the microbatch, `[T]`; -1 for rows that it did not score.
@@ -188,7 +190,7 @@ def top_tokens(logits: Tensor, count: int, shard: VocabShard, temperature: float
 def likeliest(logits: Tensor, count: int, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's `count` largest log-probabilities and their tokens, both `[c, count]`, the largest first.
 
-    The third result has the log-probabilities of all of this rank's tokens. logits: as in `top_tokens`.
+    The third result is the log-probabilities of all tokens in this rank's columns. logits: as in `top_tokens`.
     """
     own = normalised_(logits, temperature, shard)
     logprobs, tokens = own.topk(min(count, own.shape[1]), dim=1)

@@ -18,7 +18,10 @@ from megatron_rl.ops.logprobs import VocabShard
 
 @dataclass(frozen=True)
 class Supports:
-    """Supports of rows: ids `[c, W]` int32, and adjustment `[c, W, P]` float32, or None if no logit is changed."""
+    """The supports of c rows: `ids` `[c, W]` int32, and `adjustment` `[c, W, P]` float32.
+
+    The adjustment is None if no logit is changed.
+    """
 
     ids: Tensor
     adjustment: Tensor | None = None
@@ -128,5 +131,5 @@ def changed_columns(
 
 
 def labels_outside(labels: Tensor, support: Supports | None) -> Tensor:
-    """Return the labels of rows over the whole vocabulary, and -100 for rows with a support."""
+    """Return the labels, with -100 in place of those whose row has a support, which is not the whole vocabulary."""
     return labels if support is None else labels.masked_fill(~support.is_whole, -100)
