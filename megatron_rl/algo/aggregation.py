@@ -45,8 +45,8 @@ def predicted(batch: TrajectoryBatch) -> Tensor:
 def weight_of(batch: TrajectoryBatch, options: AlgorithmConfig) -> Tensor:
     """Return the divisor of the policy's loss for these trajectories, 0-dim int64.
 
-    With algo.aggregation = token_mean it is the number of trained tokens, otherwise the number of trajectories with
-    one.
+    With algo.aggregation = token_mean, it is the number of trained tokens. Otherwise it is the number of trajectories
+    that have a trained token.
     """
     mask = predicted(batch)
     return mask.sum() if options.aggregation == "token_mean" else (batch.sums_of_tokens(mask) > 0).sum()

@@ -62,7 +62,7 @@ def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
 def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     """Return each row's estimate of KL(behaviour || proximal), `[T]`.
 
-    The estimate is for the row's token or for its whole sequence, as the config says.
+    With correction.reject_level = token it is the estimate for the row's token, otherwise one for the whole sequence.
     """
     log_weight, unknown = log_weights(rows)
     near = bounded(log_weight)

@@ -181,7 +181,7 @@ class RewardShaper:
     def _kl_penalty(self, batch: TrajectoryBatch) -> tuple[Tensor, float]:
         """Return the KL penalty of each trained token `[N]`, and the mean KL per trained token.
 
-        The KL is from the policy before the step's updates to the reference.
+        The KL is KL(policy || reference), for the policy before the step's updates.
         """
         mask = batch["loss_mask"]
         divergence = KL[self.algo.kl_estimator](batch["proximal_logprobs"].double(), batch["ref_logprobs"].double())

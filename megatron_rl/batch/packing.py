@@ -1,8 +1,9 @@
 """Packs trajectories into microbatches and shifts the labels. No other module shifts them.
 
 In a trajectory, entry t belongs to token t. In a microbatch, row t is the prediction made after reading token t, and
-every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts, and `MicroBatch.source` maps back. Two
-trajectories, a b C D (capital letters are trained) and e F G, as one microbatch:
+every per-token tensor of row t describes the predicted token, `labels[t]`. `to_microbatch` shifts, and
+`MicroBatch.source` maps back. For example, two trajectories, a b C D (capital letters are trained) and e F G, as one
+microbatch:
 
     row          0  1  2  3 | 4  5  6      cu_seqlens = [0, 4, 7]
     input_ids    a  b  C  D | e  F  G      read in this row
@@ -10,8 +11,8 @@ trajectories, a b C D (capital letters are trained) and e F G, as one microbatch
     positions    0  1  2  3 | 0  1  2
     source       1  2  3 -1 | 5  6 -1      index in the batch of the token predicted in this row; -1 at a sequence's end
 
-Every sequence that has tokens goes whole into one microbatch, and nothing is padded. With `share_prompts` a model may
-compute fewer rows. All replies of one group begin with the same prompt, whose rows are computed once and read by all of
+Every sequence that has tokens goes whole into one microbatch, and nothing is padded. With `share_prompts`, a model may
+compute fewer rows: all replies of one group begin with the same prompt, whose rows are computed once and read by all of
 them. For example, the two replies a b C D and a b F to the prompt a b:
 
     row          0  1  2  3 | 4  5  6      T = 7

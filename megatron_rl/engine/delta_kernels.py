@@ -55,7 +55,7 @@ class Inputs(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """The kernel calls for R packed rows."""
+    """The plan of all kernel calls for R packed rows."""
 
     segments: Sequences
     inputs: Inputs | None  # None if no segment has a parent, because the initial inputs are then zero

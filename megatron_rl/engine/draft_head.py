@@ -243,7 +243,7 @@ class DraftHead:
         return self.tensors(PREFIX)
 
     def load_folder(self, path: str | Path, policy: Architecture) -> None:
-        """Load the weights of a model's folder, if it has a head. Collective: every rank calls it."""
+        """Load the draft head's weights from a model's folder, if it has some. Collective: every rank calls it."""
         if has_draft(path):
             self._load_weights(read_draft(path, policy))
 

@@ -347,7 +347,7 @@ def block_spec(
 
 
 def place_attention(decoder: transformer_block.TransformerBlock, arch: Architecture) -> None:
-    """Set the rotary embedding and the window of the attention in each layer of a decoder that was built."""
+    """Give the attention in each layer of a finished decoder its rotary embedding and its window."""
     rope = windowed_rope = Rope.of(arch)
     if arch.window_rope_theta is not None:
         windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))

@@ -35,7 +35,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage returns hidden states instead of logits, gathered for a vocab-parallel head."""
+    """GPTModel whose last stage returns hidden states instead of logits.
+
+    Each tensor rank gets all rows, as a vocab-parallel head needs.
+    """
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:

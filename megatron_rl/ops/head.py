@@ -115,7 +115,8 @@ Form = Callable[[slice, Tensor], tuple[tuple, Tensor | None]]
 gradient `[c, columns]` to add to theirs, or None."""
 Slopes = Callable[[slice, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
 """Function of (rows, logits, log-probs, entropy) that evaluates a loss. Returns `[K]` float64 sums, of which the first
-is the loss, and the loss's gradients by the log-probs, by the entropy, and directly by the logits."""
+is the loss, and three gradients of the loss: with respect to the log-probs, to the entropy, and directly to the logits.
+"""
 LogitsTerm = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]
 """Function that computes an additional loss term: (logits `[c, V_local]`, places `[c]`) -> (the term's loss, its
 statistics, its gradient `[c, columns]`)."""

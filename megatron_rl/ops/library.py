@@ -28,7 +28,10 @@ def load() -> None:
 
 
 def cuda_library() -> list[Path]:
-    """Return [path of `_C_cuda.so`], or [] if it does not exist or this torch has no CUDA."""
+    """Return a list with the path of `_C_cuda.so`.
+
+    The list is empty if the file does not exist or this torch has no CUDA.
+    """
     path = PACKAGE / "_C_cuda.so"
     return [path] if path.exists() and torch.version.cuda is not None else []
 
