@@ -22,9 +22,10 @@ def write_sums(folder: Path, sums: dict[str, str]) -> None:
 
 
 def check_sums(folder: str | Path, found: dict[str, str]) -> None:
-    """Raise ValueError if a folder's tensors differ from what was published. found: checksum by tensor name.
+    """Raise ValueError if the tensors that were read from a folder differ from those that were published.
 
-    A folder without a checksum file was written by another program, and is not checked.
+    found: the checksum of each tensor that was read, by name. If the folder has no file of checksums, another program
+    wrote it, and it is not checked.
     """
     path = Path(folder) / FILE
     if not path.is_file():

@@ -80,7 +80,7 @@ class ParallelGroups:
 
     @functools.cached_property
     def replicas(self) -> tuple[list[int], ...]:
-        """Global ranks of each data-parallel replica. In the policy's layout, its first rank is the rollout rank."""
+        """Global ranks of each data-parallel replica. In the policy's layout, the first of them is the rollout rank."""
         tensor, stages = self.tensor.size * self.context.size, range(self.pipeline.size)
         stage = self.world_size // self.pipeline.size  # megatron.core's rank order: tensor, context, data, pipeline
         return tuple(
@@ -91,7 +91,7 @@ class ParallelGroups:
     def on_main(self, act: Callable[[], object]) -> str:
         """Run `act` on the main rank while the others wait. Collective: every rank calls it.
 
-        Returns the text of the OSError that `act` raised, or '' if it raised none, on all ranks.
+        On all ranks, returns the text of the OSError that `act` raised, or '' if it raised none.
         """
         fault = [""]
         if self.is_main:
@@ -127,8 +127,9 @@ def start(
     """Join the trainer's process group, build a layout and activate it. Collective: every rank calls it.
 
     Without torchrun's environment variables, this process forms a world of size 1. A second call adds another layout
-    over the same ranks, with the first one's control group. timeout_s is of each collective. Raises ValueError if the
-    layout does not divide the world size, RuntimeError if another process uses MASTER_PORT.
+    over the same ranks; pass it the first layout's `control` group. timeout_s: how long each collective may take.
+    Raises ValueError if the layout does not divide the world size, and RuntimeError if another process uses
+    MASTER_PORT.
     """
     platform.prepare()
     from megatron.core import parallel_state
@@ -195,9 +196,9 @@ def start(
 
 
 def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | None:
-    """Return the axis of the first rank of each node, or None on the other ranks. Collective: every rank calls it.
+    """Return an axis that contains the first rank of each node; None on all other ranks. Collective.
 
-    Its group also sends device tensors. Raises ValueError if nodes have different numbers of ranks.
+    The axis's group can also send device tensors. Raises ValueError if nodes have different numbers of ranks.
     """
     here = int(os.environ.get("LOCAL_WORLD_SIZE", groups.world_size))
     if groups.any(here != groups.least(here)):
@@ -211,7 +212,10 @@ def first_ranks_of_nodes(groups: ParallelGroups, *, timeout_s: float) -> Axis | 
 
 
 def stage_heads(groups: ParallelGroups) -> Axis | None:
-    """Return the gloo axis of the stages' first ranks, or None on other ranks. Collective: every rank calls it."""
+    """Return an axis that contains the first rank of each pipeline stage; None on all other ranks. Collective.
+
+    The axis's group uses gloo.
+    """
     # They are the main rank's pipeline group.
     ranks: list[Any] = [dist.get_process_group_ranks(groups.pipeline.group)]
     dist.broadcast_object_list(ranks, src=0, group=groups.control)
@@ -220,7 +224,7 @@ def stage_heads(groups: ParallelGroups) -> Axis | None:
 
 
 Cut = tuple[tuple[range, ...], ...]
-"""Global numbers of the layers in each model chunk: `cut[stage][chunk]`."""
+"""The layers in each model chunk, by their numbers in the whole model: `cut[stage][chunk]` is a range."""
 
 
 @functools.cache
@@ -275,7 +279,7 @@ GLOO_LAZY = "TORCH_GLOO_LAZY_INIT"
 
 
 def own_listener(host: str, port: int = 0) -> int | None:
-    """Return the descriptor of a listening socket for a torch store, or None if other hosts connect to it.
+    """Return the descriptor of a listening socket for a torch store, or None if other hosts connect to the store.
 
     By default, a store would listen on every address of its host.
     """
@@ -283,7 +287,10 @@ def own_listener(host: str, port: int = 0) -> int | None:
 
 
 def check_own_gpu(store: dist.Store, rank: int, gpu: str) -> None:
-    """Raise ValueError if a rank that called before has the GPU with this UUID. NCCL's message would name no rank."""
+    """Raise ValueError if an earlier caller, another rank, has the same GPU.
+
+    gpu: the GPU's UUID. NCCL would also fail, but its message would not name the rank.
+    """
     first = store.compare_set(f"rank_on_gpu_{gpu}", "", str(rank)).decode()
     if first != str(rank):
         raise ValueError(
@@ -293,9 +300,9 @@ def check_own_gpu(store: dist.Store, rank: int, gpu: str) -> None:
 
 
 def _place_in_world(timeout: timedelta) -> dict[str, Any]:
-    """Return arguments of init_process_group for a run on this host alone, whose store opens no port to other hosts.
+    """Return arguments of init_process_group for a run on this host alone; {} for other runs.
 
-    Returns {} for other runs.
+    With these arguments, the run's store opens no port to other hosts.
     """
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     host, port = os.environ.get("MASTER_ADDR", ""), int(os.environ.get("MASTER_PORT", 0))

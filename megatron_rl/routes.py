@@ -22,9 +22,10 @@ EXPERT_BITS, WEIGHT_BITS = 10, 21
 """Bit widths in an int32 slot with a weight: the expert is in the lowest bits, then the weight in steps of 2^-21."""
 LARGEST_WEIGHT = (1 << WEIGHT_BITS) - 1
 SHIFT_MARGIN = 0.1
-"""Routes count as shifted if this share more of the trainer's choices agrees with a neighbouring row's route."""
+"""Routes count as shifted by a row if the share of the trainer's choices that agree with a neighbouring row's route
+exceeds the share that agree with the same row's route by more than this. With few choices, the margin is larger."""
 SHIFT_CHOICES = 32
-"""Minimum number of choices to decide whether routes are shifted."""
+"""With fewer of the trainer's choices than this, routes are never reported as shifted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +55,7 @@ class RouteForm:
 
     @property
     def wire_bytes_per_token(self) -> int:
-        """Bytes per token in a reply: base64 of int32, for all layers."""
+        """Size of a token's route in a server's reply, in bytes: base64 of int32, for all layers."""
         return -(-self.total_layers * self.slots * 4 * 4 // 3)
 
     def read(self, text: str, rows: int) -> Tensor:
@@ -96,7 +97,7 @@ def pack(experts: Tensor, weights: Tensor) -> Tensor:
 
 
 def experts_of(slots: Tensor) -> Tensor:
-    """Return the experts, int32, of slots with or without weights. The result is negative for NO_ROUTE."""
+    """Return the experts of slots, which may also contain weights, as int32. NO_ROUTE gives a negative number."""
     if slots.dtype == torch.int16:
         return slots.int()
     return torch.where(slots < 0, slots, slots & ((1 << EXPERT_BITS) - 1))
@@ -107,12 +108,15 @@ def weights_of(slots: Tensor) -> Tensor:
 
 
 def with_no_routes(routes: Tensor, rows: int) -> Tensor:
-    """Cut the routes to `rows` rows, or extend them to that many with NO_ROUTE."""
+    """Return routes with exactly `rows` rows. Further rows are cut off, and missing ones are filled with NO_ROUTE."""
     return torch.cat([routes[:rows], routes.new_full((max(0, rows - len(routes)), *routes.shape[1:]), NO_ROUTE)])
 
 
 def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor, form: RouteForm) -> None:
-    """Raise ValueError if routes do not have this form, or if a row before a sequence's last trained token has none."""
+    """Raise ValueError if routes do not have this form, or if a row that needs a route has none.
+
+    The rows before a sequence's last trained token need a route.
+    """
     if routes is None:
         raise ValueError(
             f"algo.routing_replay: the trajectories have no column {COLUMN!r}; a workflow that makes Trajectory itself "
@@ -140,8 +144,8 @@ def check_complete(routes: Tensor | None, loss_mask: Tensor, cu_seqlens: Tensor,
 def shift_fault(agreed: Tensor) -> str:
     """Return an error message if the servers' routes are shifted by a row against the tokens, else ''.
 
-    agreed: `[4]` counts of the trainer's choices: those in the servers' route of the same row, of the row before, of
-    the row after, and all.
+    agreed: four counts of the trainer's choices: those that are also in the server's route of the same row, of the row
+    before, and of the row after, and the number of all choices.
     """
     own, before, after, choices = agreed.tolist()
     margin = max(SHIFT_MARGIN, 4.0 / max(choices, 1) ** 0.5)

@@ -10,26 +10,27 @@ recorded as token ids, not as a threshold on logits, because each of these polic
 another support. `generation.top_k` limits the number of ids, so top-p and min-p are trained only together with it.
 
 The batch column `support` is `[N, W]` int32. Row t holds the sampled token itself, then the other tokens of its support
-in the order of their ids, then NO_TOKEN. A row of only NO_TOKEN stands for the whole vocabulary: prompts, and tokens
-that no server sampled. W is twice generation.top_k, because some samplers keep all tokens whose logits are equal to the
-least likely one's.
+in the order of their ids, then NO_TOKEN. Rows of prompts, and of tokens that no server sampled, hold only NO_TOKEN,
+which stands for the whole vocabulary. W is twice generation.top_k, because some samplers also keep all tokens whose
+logits are equal to the smallest logit that they keep.
 
 Penalties and biases change the logits of a support's tokens before they are divided by the temperature, as in SGLang:
 
     adjusted = scaled(logit - frequency * count - presence * [count > 0]) + bias
     scaled(x) = x * repetition if x < 0 else x / repetition, for tokens with a count above 0; x for others
 
-`count` is how often the request has generated the token before. Neither prompt tokens nor tokens before an abort, which
-the server got as a prompt, count. The adjustment does not depend on the policy, so it is computed once, when a reply is
-read.
+`count` is the number of times that the request has generated the token before. Tokens of the prompt do not count.
+Neither do tokens that were generated before an abort, because the server then got them as a prompt. The adjustment does
+not depend on the policy, so it is computed once, when a reply is read.
 
-The batch column `adjustment` is `[N, W, P]` float32. Without a repetition penalty, P is 1: the number that is added.
-With it, P is 3: a number that is added, the penalty (0 if the token has none), and a number that is added then. So
-zeros change nothing. Requests without penalties and biases have no such column.
+The batch column `adjustment` is `[N, W, P]` float32. Without a repetition penalty, P is 1: the number that is added to
+the logit. With it, P is 3: a number that is added, the penalty by which the sum is then scaled (0 if the token has
+none), and a number that is added last. So zeros change nothing. If a run's requests have no penalties and biases, the
+batch has no such column.
 
 Without `generation.top_k`, penalties and biases change the whole vocabulary's distribution. A row then has NO_TOKEN in
 its first place, so that it stands for the whole vocabulary, and in its other places the tokens whose logits are
-changed. W is large enough for a reply of only different tokens.
+changed. W is large enough for a reply in which all tokens differ.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ ADJUSTMENT = "adjustment"
 """Name of the batch's column with adjustments, `[N, W, P]`. Entry (t, j) is for place j of row t's support."""
 NO_TOKEN = -1
 SHIFTS_ONLY, WITH_SCALE = 1, 3
-"""The values of P."""
+"""The two possible values of P: without and with a repetition penalty."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,18 +65,21 @@ class Adjusting:
 
     @property
     def counts(self) -> bool:
-        """True if an adjustment depends on the tokens that were generated before."""
+        """True if the change of a logit depends on the tokens that were generated before."""
         return self.repetition_penalty != 1.0 or self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
     @property
     def size(self) -> int:
-        """The column's P, or 0 if no logit is changed."""
+        """P, the size of an entry in the column of adjustments; 0 if no logit is changed."""
         if self.repetition_penalty != 1.0:
             return WITH_SCALE
         return SHIFTS_ONLY if self.counts or self.logit_bias else 0
 
     def adjustments(self, rows: Tensor, ids: Tensor) -> Tensor | None:
-        """Return the adjustments `[n, W, P]` of supports `[n, W]`, or None. ids: `[n]`, all generated tokens."""
+        """Return the adjustments `[n, W, P]` of a reply's supports `[n, W]`, or None if the request changes no logit.
+
+        rows: the supports. ids: `[n]`, the tokens of the reply.
+        """
         if not self.size:
             return None
         counts = np.zeros(rows.shape, dtype=np.int64)
@@ -89,7 +93,10 @@ class Adjusting:
         return torch.from_numpy(found)
 
     def changes(self, tokens: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Return the adjustments `[n, P]` float32 of tokens `[n]` that a reply already has `counts` `[n]` times."""
+        """Return the adjustments `[n, P]` float32 of `tokens` `[n]`.
+
+        counts: `[n]`, how many times each token is already in the reply.
+        """
         found, came = np.zeros((len(tokens), self.size), dtype=np.float32), counts > 0
         # SGLang adds the penalty once for each occurrence, in float32, which differs from a product.
         shifts = summed(self.frequency_penalty, int(counts.max(initial=0)))[counts]
@@ -104,9 +111,10 @@ class Adjusting:
         return found
 
     def changed(self, ids: Tensor, width: int) -> tuple[Tensor, Tensor]:
-        """Return rows `[n, width]` over the whole vocabulary with their changed tokens, and their adjustments.
+        """Return rows for supports that are the whole vocabulary: rows `[n, width]` and their adjustments.
 
-        ids: `[n]`, all generated tokens. Raises ValueError if the changed tokens do not fit.
+        Each row lists the tokens whose logits are changed, after NO_TOKEN in its first place. ids: `[n]`, the tokens of
+        the reply. Raises ValueError if the changed tokens do not fit into `width`.
         """
         sampled, biased = ids.numpy().astype(np.int64), np.array([token for token, _ in self.logit_bias], np.int64)
         tokens = np.union1d(sampled[:-1] if self.counts else [], biased).astype(np.int64)
@@ -131,7 +139,10 @@ NOT_ADJUSTED = Adjusting()
 
 
 def counts_before(rows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (t, j, count) of each token rows[t, j] that is in ids[:t], as three int64 arrays."""
+    """Count how often each token of `rows` was generated before its row.
+
+    Returns three int64 arrays, row t, place j and count, with an entry for each token rows[t, j] that is in ids[:t].
+    """
     row, place = np.isin(rows, ids).nonzero()
     # Occurrences as numbers that are sorted by token, then by position.
     occurrences = np.sort((ids.astype(np.int64) << 32) + np.arange(len(ids)))
@@ -142,7 +153,7 @@ def counts_before(rows: np.ndarray, ids: np.ndarray) -> tuple[np.ndarray, np.nda
 
 
 def summed(amount: float, most: int) -> np.ndarray:
-    """Return the sums of 0 to `most` times the amount, `[most + 1]` float32, added one after the other."""
+    """Return `amount` times each number from 0 to `most`, `[most + 1]` float32, computed by repeated addition."""
     return np.concatenate([np.zeros(1, np.float32), np.full(most, amount, np.float32).cumsum(dtype=np.float32)])
 
 
@@ -189,7 +200,10 @@ def read(masks: Sequence[Any], ids: Tensor, *, width: int, vocab_size: int) -> T
 
 
 def columns(support: Tensor | None, adjustment: Tensor | None, prompt: int) -> dict[str, Tensor]:
-    """Return the columns of a prompt of `prompt` tokens and its reply, given those of the reply if there are any."""
+    """Return the batch columns of a prompt and its reply, from the support and the adjustment of the reply.
+
+    prompt: number of prompt tokens. A column is absent if the reply has no tensor for it.
+    """
     found = {} if support is None else {COLUMN: torch.cat([whole(prompt, support.shape[1]), support])}
     if adjustment is not None:
         found[ADJUSTMENT] = torch.cat([unchanged(prompt, adjustment), adjustment])
@@ -197,7 +211,7 @@ def columns(support: Tensor | None, adjustment: Tensor | None, prompt: int) -> d
 
 
 def whole(rows: int, width: int) -> Tensor:
-    """Return rows that stand for the whole vocabulary."""
+    """Return supports `[rows, width]` that stand for the whole vocabulary."""
     return torch.full((rows, width), NO_TOKEN, dtype=torch.int32)
 
 
@@ -207,7 +221,7 @@ def sizes(rows: Tensor) -> Tensor:
 
 
 def unchanged(rows: int, like: Tensor) -> Tensor:
-    """Return adjustments that change nothing, of the shape of those in `like` `[n, W, P]`."""
+    """Return adjustments `[rows, W, P]` that change nothing. W and P are those of `like` `[n, W, P]`."""
     return like.new_zeros(rows, *like.shape[1:])
 
 
@@ -219,9 +233,10 @@ def check_complete(
     adjustment: Tensor | None = None,
     is_adjusted: bool = False,
 ) -> None:
-    """Raise ValueError if a trained token has no support, or the support of another token.
+    """Raise ValueError if a trained token has no support, or if its support is that of another token.
 
-    is_adjusted: whether the run changes logits, so that the batch must have the column `adjustment`.
+    found: the batch's column of supports. is_adjusted: True if the run changes logits, so that the batch must have the
+    column `adjustment`.
     """
     key = "generation.top_k"
     if found is None:
@@ -244,7 +259,7 @@ def check_complete(
 
 
 def check_adjusted(adjustment: Tensor | None) -> None:
-    """Raise ValueError if a run that changes logits has no adjustments."""
+    """Raise ValueError if there is no `adjustment`. Call this only in runs that change logits."""
     if adjustment is None:
         raise ValueError(
             f"generation: the run has penalties or a logit_bias, and the trajectories have no column {ADJUSTMENT!r}, "

@@ -36,7 +36,8 @@ class Reference(Protocol):
 class EntropyController:
     """Weight of the entropy bonus: fixed, or adapted to keep the entropy above a target (arXiv 2505.22312).
 
-    Below the target the weight grows by `algo.entropy_step` per step. Above it, it shrinks as much and is not applied.
+    After a step whose entropy is at or below the target, the weight grows by `algo.entropy_step`. After a step whose
+    entropy is above it, the weight shrinks by as much, and the next step has no bonus.
     """
 
     def __init__(self, options: AlgorithmConfig) -> None:
@@ -48,7 +49,7 @@ class EntropyController:
         return self.value if self.is_below else 0.0
 
     def update(self, entropy: float) -> None:
-        """Adapt the weight to the step's mean entropy per trained token, in nats."""
+        """Adapt the weight after a step. entropy: the step's mean entropy per trained token, in nats."""
         if self.options.entropy_target > 0:
             self.is_below = entropy <= self.options.entropy_target
             step = self.options.entropy_step
@@ -85,10 +86,10 @@ class PolicyActor:
         advantage_args: dict[str, Any] | None = None,
         teacher_coefficient: float = 0.0,
     ) -> None:
-        """Find the estimator and the loss. Raises ValueError if a KL term lacks its reference.
+        """Find the estimator and the loss. Raises ValueError if a KL term is configured without a reference.
 
-        shaper: None leaves the rewards unshaped. advantage_args: replaces algo.advantage_args. teacher_coefficient:
-        weight of the teacher's term in the advantages.
+        shaper: None leaves the rewards unshaped. advantage_args: used in place of algo.advantage_args if given.
+        teacher_coefficient: weight of the teacher's term in the advantages.
         """
         if options.kl_coefficient > 0 and reference is None:
             raise ValueError(
@@ -110,9 +111,10 @@ class PolicyActor:
 
     @property
     def columns_needed(self) -> list[str]:
-        """Token columns `[N]` that `compute_advantages` needs, from reference, teacher, and policy before its updates.
+        """Names of the token columns `[N]` that `compute_advantages` needs.
 
-        `cold_logprobs` are the policy's at half the temperature.
+        They come from the reference, from the teacher, and from the policy before its updates. `cold_logprobs` are the
+        policy's log-probabilities at half the temperature.
         """
         penalizes = self.options.penalizes_reward
         wanted = {
@@ -127,7 +129,8 @@ class PolicyActor:
     def compute_advantages(self, batch: TrajectoryBatch) -> None:
         """Shape the rewards and set `advantages`. Collective: every rank calls it.
 
-        The batch has the `[B]` columns of all trajectories, in whole groups, and the tokens that this replica trains.
+        The batch must have the `[B]` columns of all trajectories of the step, in whole groups, and the tokens of those
+        that this replica trains.
         """
         self.shaper(batch)
         self.metrics = dict(self.shaper.last)
@@ -157,7 +160,8 @@ class PolicyActor:
     def compute_logprobs(self, shares: list[TrajectoryBatch]) -> None:
         """Set the proximal and reference log-probs that the loss needs. Call this before the first update.
 
-        In the first update, the proximal policy is the policy being trained, whose forward pass computes them.
+        The first update needs no proximal log-probs: the proximal policy is then the policy being trained, and the
+        update's own forward pass computes them.
         """
         for number, share in enumerate(shares):
             is_known = "proximal_logprobs" in share
@@ -173,8 +177,8 @@ class PolicyActor:
     def update(self, shares: list[TrajectoryBatch], targets: Sequence[LogitsTerm] | None = None) -> list[StepStats]:
         """Apply one optimizer step per share. Collective: every rank calls it with equally many shares.
 
-        targets: a teacher's logits term for each share. The policy version rises by one in total if any update was
-        applied, because the policy is published once per step.
+        targets: for each share, the loss term of its teacher. The policy version rises by one in total if any update
+        was applied, because the policy is published once per step.
         """
         options = replace(self.options, entropy_coefficient=self.entropy.coefficient)
         loss, version = PolicyLoss(options, self.correction), self.engine.get_version()
@@ -243,8 +247,9 @@ def has_advantages(share: TrajectoryBatch) -> bool:
 def proximal_share(age: Tensor, *, updates_done: int) -> Tensor:
     """Return the proximal policy's position between the behaviour policy (0) and the trained policy (1), `[N]` float32.
 
-    age: `[N]` updates between the behaviour policy and the step's first policy. updates_done: updates of this step so
-    far. The log-probability is assumed to move linearly with the updates (A-3PO, arXiv 2512.06547).
+    age: `[N]`, the number of updates from the behaviour policy of each token to the step's first policy. updates_done:
+    the number of this step's updates so far. The log-probability is assumed to move linearly with the updates (A-3PO,
+    arXiv 2512.06547).
     """
     # positions in updates: behaviour policy -before, proximal policy 0, trained policy updates_done
     before = age.clamp_min(0).float()
@@ -257,7 +262,11 @@ def update_each(
     losses: Sequence[LogprobLoss | ValueLoss],
     weigh: Callable[[TensorDict], Tensor] | None = None,
 ) -> list[StepStats]:
-    """Apply one optimizer step per share. weigh: computes the loss's weight; default: the number of trained tokens."""
+    """Apply one optimizer step per share.
+
+    weigh: function that computes the loss's weight from a microbatch. By default, the weight is the number of trained
+    tokens.
+    """
     engine.train()
     stats = []
     for share, loss in zip(shares, losses, strict=True):

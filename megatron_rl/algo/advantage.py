@@ -39,7 +39,7 @@ from megatron_rl.types import PART, TrajectoryBatch
 def group_norm(batch: TrajectoryBatch) -> Tensor:
     """(r - mean of the group) / std of the group.
 
-    GRPO. A group of one, or without variance, has advantage 0.
+    GRPO. The advantage is 0 if the group has only one trajectory, or if all its rewards are equal.
     Source: arXiv 2402.03300
     """
     return batch["scores"]
@@ -60,8 +60,8 @@ def dr_grpo(batch: TrajectoryBatch) -> Tensor:
 def rloo(batch: TrajectoryBatch, *, over_std: bool = False) -> Tensor:
     """r - mean of the others of the group.
 
-    A group of one has advantage 0. over_std divides by the others' standard deviation, as in NeMo-RL. The result is
-    then 0 if the others have equal rewards or are fewer than two.
+    The advantage is 0 in a group of one. over_std = True divides by the standard deviation of the others, as in
+    NeMo-RL. The result is then 0 if the others have equal rewards, or if there are fewer than two of them.
     Source: arXiv 2402.14740
     """
     scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
@@ -130,7 +130,7 @@ def reinforce_plus_plus_baseline(batch: TrajectoryBatch) -> Tensor:
 def remax(batch: TrajectoryBatch) -> Tensor:
     """r - r(greedy reply).
 
-    Both rewards are shaped. Only the sampled reply's includes a KL penalty.
+    Both rewards are shaped. The reward of the sampled reply may include a KL penalty; the greedy reply's never does.
     Source: arXiv 2310.10505
     """
     if "greedy_reward" not in batch:
@@ -145,7 +145,8 @@ def remax(batch: TrajectoryBatch) -> Tensor:
 def opo(batch: TrajectoryBatch) -> Tensor:
     """r - sum(l r) / sum(l) over the group, l the trained tokens.
 
-    This baseline minimises the variance if the squared gradient is proportional to the length.
+    l is the number of a trajectory's trained tokens. The baseline minimises the variance if the squared gradient is
+    proportional to the length.
     Source: arXiv 2505.23585
     """
     scores, group, tokens = batch["scores"].double(), members(batch), batch.sums_of_tokens(batch["loss_mask"].double())
@@ -191,8 +192,9 @@ def otb(batch: TrajectoryBatch) -> Tensor:
 def cpgd(batch: TrajectoryBatch, *, weight: str = "std", most: float = 3.0) -> Tensor:
     """w (r - mean of the group), w by `weight`.
 
-    equal: 1. std: 1 / std of the group. clip_filter: number of groups / number of groups with variance, at most `most`.
-    clip_filter scales informative prompts up, as if the uninformative ones had been resampled.
+    With weight = equal, w is 1. With std, w is 1 / std of the group. With clip_filter, w is the number of groups
+    divided by the number of groups with variance, at most `most`. clip_filter scales informative prompts up, as if the
+    uninformative ones had been resampled.
     Source: arXiv 2505.12504
     """
     scores, shares, group = batch["scores"].double(), sample_shares(batch), members(batch)
@@ -221,8 +223,9 @@ def maxrl(batch: TrajectoryBatch) -> Tensor:
 def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
     """(E[best of k with i in] - E[best of k]) / std[best of k], over the group's subsets of k.
 
-    The paper's closed form for rewards of 0 and 1, generalised to any rewards. A group smaller than k is one subset. A
-    sample with several trajectories is compared by its mean reward, and all of them get its advantage.
+    This is the paper's closed form for rewards of 0 and 1, generalised to any rewards. If the group is smaller than k,
+    the whole group is the only subset. A sample with several trajectories is compared by its mean reward, and each of
+    its trajectories gets its advantage.
     Source: arXiv 2508.10751
     """
     samples, scores = batch.samples, batch.means_of_samples(batch["scores"]).double()
@@ -236,7 +239,10 @@ def pass_at_k(batch: TrajectoryBatch, *, k: int = 4) -> Tensor:
 
 
 def _best_of_subsets(rewards: Tensor, k: int) -> Tensor:
-    """Compute `pass_at_k` of one group. The j-th lowest reward is the best of C(j - 1, k - 1) subsets."""
+    """Compute `pass_at_k` of one group.
+
+    Of the group's subsets of k, the j-th lowest reward is the best in C(j - 1, k - 1).
+    """
     n, order = len(rewards), rewards.argsort()
     ascending = rewards[order].tolist()
     chance = [comb(j, k - 1) / comb(n, k) for j in range(n)]  # j counts from 0, so j rewards are lower
@@ -289,7 +295,7 @@ def gdpo(batch: TrajectoryBatch, *, weights: Mapping[str, float] | None = None) 
 
 
 def _weight_of(part: str, weights: Mapping[str, float]) -> float:
-    """Return the part's own weight, or the weight of the function that returned it; 1 by default."""
+    """Return the weight of a part of the reward: its own, or that of the function that returned it; 1 by default."""
     return weights.get(part, weights.get(part.partition("/")[0], 1.0))
 
 
@@ -305,11 +311,11 @@ def gae(
 ) -> Tensor:
     """A_t = d_t + discount trace_decay A_t', d_t = r_t + discount V_t' - V_t, t' the next trained token or turn.
 
-    Needs a critic's `values`, and sets the critic's targets `returns` = A + V. With level = turn, a turn has one
-    reward, one advantage, and the value before its first token; discounts count turns. decoupled: `returns` use a
-    trace_decay of 1. length_factor above 0: a sequence's trace_decay is 1 - 1 / (length_factor l), at least 0, where l
-    counts its trained tokens or turns. Both options are from arXiv 2504.05118. All options are keys of the section
-    `critic`.
+    Needs a critic's `values`, and sets the critic's targets `returns` = A + V. With level = turn, each turn has one
+    reward, one advantage and one value, the value before its first token. Discounts then count turns. decoupled = True
+    computes `returns` with a trace_decay of 1. With length_factor above 0, a sequence's trace_decay is 1 - 1 /
+    (length_factor l), but at least 0; l is the number of its trained tokens or turns. decoupled and length_factor are
+    from arXiv 2504.05118. All options are keys of the section `critic`.
     Source: arXiv 1506.02438
     """
     mask, bounds = batch["loss_mask"], batch.cu_seqlens
@@ -333,7 +339,7 @@ def gae(
 def _gae_by_length(
     rewards: Tensor, values: Tensor, mask: Tensor, bounds: Tensor, *, discount: float, length_factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Return advantages and returns `[N]`. Each sequence's trace_decay depends on its length."""
+    """Return advantages and returns `[N]`. The trace_decay of each sequence depends on its length, as in `gae`."""
     parts = [(values[:0], values[:0])]
     for start, stop in zip(bounds.tolist(), bounds.tolist()[1:], strict=False):
         own, count = slice(start, stop), int(mask[start:stop].sum())
@@ -359,12 +365,18 @@ def members(batch: TrajectoryBatch) -> Tensor:
 
 
 def sample_shares(batch: TrajectoryBatch) -> Tensor:
-    """Return 1 / the number of trajectories of the same sample, `[B]` float64: the weights of a mean over samples."""
+    """Return for each trajectory 1 / (number of trajectories of its sample), `[B]` float64.
+
+    These are the weights of a mean over samples.
+    """
     return shares_of(batch.samples)
 
 
 def returns(batch: TrajectoryBatch, discount: float, level: str = "token") -> Tensor:
-    """Return the discounted return from each trained token, or from its turn, onward: `[N]` float64."""
+    """Return the sum of discounted rewards from each trained token onward, `[N]` float64.
+
+    level: `token`, or `turn` to give each token the sum from its turn onward, discounted per turn.
+    """
     if level == "turn":
         turn, bounds, earned = turn_rewards(batch)
         everything = torch.ones(len(earned), dtype=torch.bool)
@@ -375,7 +387,10 @@ def returns(batch: TrajectoryBatch, discount: float, level: str = "token") -> Te
 
 
 def turn_rewards(batch: TrajectoryBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each token's turn and the bounds of turns, as in turns_of, and each turn's summed reward, float64."""
+    """Return each token's turn, the bounds of the sequences in turns, and each turn's summed reward (float64).
+
+    The first two are the results of `turns_of` for the trained tokens.
+    """
     mask = batch["loss_mask"]
     turn, bounds = turns_of(mask, batch.cu_seqlens)
     earned = torch.zeros(int(bounds[-1]), dtype=torch.float64)
@@ -385,8 +400,8 @@ def turn_rewards(batch: TrajectoryBatch) -> tuple[Tensor, Tensor, Tensor]:
 def of_teacher(batch: TrajectoryBatch) -> Tensor:
     """Return log p(teacher) - log p of each trained token, `[N]` float64; 0 for other tokens.
 
-    log p is the policy's before the step's updates if known, else the behaviour policy's. The negative estimates the
-    reverse KL.
+    log p is that of the policy before the step's updates if it is known, else that of the behaviour policy. The result,
+    negated, estimates KL(policy || teacher).
     """
     own = batch["proximal_logprobs" if "proximal_logprobs" in batch else "logprobs"]
     return (batch["teacher_logprobs"].double() - own.double()).masked_fill(~batch["loss_mask"], 0.0)
@@ -402,9 +417,9 @@ def compute(
 ) -> None:
     """Set `advantages` `[N]` float32, 0 for untrained tokens. Collective: every rank calls it.
 
-    The batch is the whole step's. A result of shape `[B]` is normalised over samples, one of shape `[N]` over trained
-    tokens. The teacher's term, teacher_coefficient times `of_teacher`, is added without normalisation. Raises
-    ValueError if scores or advantages are NaN or infinite, or if the result has another shape.
+    The batch is the whole step's. If the estimator's result is `[B]`, it is normalised over samples; if it is `[N]`,
+    over trained tokens. The teacher's term, teacher_coefficient times `of_teacher`, is added without normalisation.
+    Raises ValueError if scores or advantages are NaN or infinite, or if the estimator's result has another shape.
     """
     wrong = int((~batch["scores"].isfinite()).sum())
     _check_finite(batch["scores"], wrong, len(batch), "the shaped reward: scores")
@@ -434,7 +449,10 @@ def compute(
 
 
 def _check_finite(values: Tensor, wrong: int, count: int, what: str) -> None:
-    """Raise ValueError on all ranks if `wrong` of the `count` values of all replicas are NaN or infinite."""
+    """Raise ValueError on all ranks if any of the values that `what` names is NaN or infinite.
+
+    wrong, count: over all replicas, the number of values that are NaN or infinite, and the number of all values.
+    """
     if wrong:
         here = (~values.isfinite()).nonzero()[:, 0].tolist()
         first = f"{what}[{here[0]}] = {float(values[here[0]])}, and" if here else f"{what}:"

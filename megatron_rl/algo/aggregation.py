@@ -1,7 +1,7 @@
 """Aggregation of the rows' losses into one number: a weight for each row, and the divisor of the sum.
 
 Weights are computed before packing, and the divisor is counted over all microbatches and ranks. So the result does not
-depend on how trajectories are divided. A trajectory counts if it has a trained token.
+depend on how trajectories are divided over them. A mean over trajectories counts those with a trained token.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from megatron_rl.config import AlgorithmConfig
 from megatron_rl.types import TrajectoryBatch
 
 DEMONSTRATED = "demonstrated"
-"""Token column with the weights of imitated tokens; see algo/demonstrations.py."""
+"""Name of the token column with the weights of imitated tokens; see algo/demonstrations.py."""
 
 
 def set_row_weights(batch: TrajectoryBatch, options: AlgorithmConfig) -> None:
     """Set `row_weights` `[N]` float32 for a mean over trajectories.
 
-    sequence_mean averages trajectories' mean losses (GRPO), sequence_sum their summed losses, and constant their summed
-    losses divided by algo.aggregation_length (Dr. GRPO, arXiv 2503.20783). token_mean (DAPO, arXiv 2503.14476) needs no
-    weights.
+    sequence_mean is the mean over trajectories of their mean loss (GRPO). sequence_sum is the mean over trajectories of
+    their summed loss. constant is sequence_sum divided by algo.aggregation_length (Dr. GRPO, arXiv 2503.20783).
+    token_mean (DAPO, arXiv 2503.14476) needs no weights.
     """
     mask = predicted(batch)
     weights = torch.ones(len(mask))
@@ -43,7 +43,11 @@ def predicted(batch: TrajectoryBatch) -> Tensor:
 
 
 def weight_of(batch: TrajectoryBatch, options: AlgorithmConfig) -> Tensor:
-    """Return the divisor of the policy's loss for these trajectories, 0-dim int64."""
+    """Return the divisor of the policy's loss for these trajectories, 0-dim int64.
+
+    With algo.aggregation = token_mean, it is the number of trained tokens. Otherwise it is the number of trajectories
+    that have a trained token.
+    """
     mask = predicted(batch)
     return mask.sum() if options.aggregation == "token_mean" else (batch.sums_of_tokens(mask) > 0).sum()
 
@@ -57,16 +61,17 @@ def is_trained(rows: TensorDict) -> Tensor:
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:
-    """Return the loss weight for a mean over tokens: the microbatch's rows with a policy loss, 0-dim int64."""
+    """Return the loss weight for a mean over tokens: the number of rows with a policy loss, 0-dim int64."""
     return is_trained(rows).sum()
 
 
 def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: AlgorithmConfig) -> float:
     """Set `positive_weights` `[N]` float32: each token's weight of -log p in the loss term of positive trajectories.
 
-    A trajectory is positive if its reward in `rewards`, `[B]`, is at least algo.positive_reward. The weighted sum over
-    the step, divided like the policy's loss, is algo.positive_weight times the mean over positive trajectories. Return
-    their share of the step's tokens or trajectories, whichever the aggregation counts. Collective: every rank calls it.
+    A trajectory is positive if its reward in `rewards`, `[B]`, is at least algo.positive_reward. The loss term is
+    algo.positive_weight times the mean of -log p over positive trajectories. The weights are such that their weighted
+    sum over the step, divided like the policy's loss, equals this term. Returns the share of the step's tokens, or of
+    its trajectories, that are positive, whichever the aggregation counts. Collective: every rank calls it.
     """
     mask = predicted(batch)
     counts = batch.sums_of_tokens(mask)  # [B]
@@ -79,7 +84,7 @@ def set_positive_weights(batch: TrajectoryBatch, rewards: Tensor, options: Algor
 
 
 def trained_sequences(rows: TensorDict) -> Tensor:
-    """Return the loss weight for means over trajectories: the number of sequences with a trained row, 0-dim int64."""
+    """Return the loss weight for means over trajectories: how many sequences have a trained row, 0-dim int64."""
     return (sums_by_sequence(is_trained(rows).long(), rows["cu_seqlens"]) > 0).sum()
 
 
@@ -89,5 +94,5 @@ def sums_by_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 
 def sequence_of_rows(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return the index of the sequence that contains each row, `[T]` int64: the first one that ends after the row."""
+    """Return the index of the sequence that contains each row, `[T]` int64."""
     return torch.bucketize(torch.arange(len(values), device=values.device), cu_seqlens[1:].long(), right=True)

@@ -27,7 +27,7 @@ def find_estimator(name: str, args: dict[str, Any], *, import_from: Sequence[str
 
 
 def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> FusedLoss | TorchLoss:
-    """Return the policy loss with this name or import path. The arguments are those of `find_estimator`.
+    """Return the policy loss with this name or import path. Arguments and errors are those of `find_estimator`.
 
     A plain function becomes a torch loss that treats each row by itself.
     """
@@ -40,7 +40,8 @@ def find_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | N
 def find_pair_loss(name: str, args: dict[str, Any], *, import_from: Sequence[str] | None = None) -> PreferenceLoss:
     """Return the pair loss with this name or import path, bound to `args`.
 
-    A trial call on one pair checks its results before any process group exists. Raises ValueError as `find_estimator`.
+    A trial call on one pair checks the function's results before any process group exists. Arguments and errors are
+    those of `find_estimator`.
     """
     entry = _find(name, args, import_from, PAIR_LOSSES, PairLoss, key="preference.loss", kind="loss")
     ones = torch.ones(1, 2)
@@ -65,7 +66,10 @@ def _find(
     key: str,
     kind: str,
 ) -> Any:
-    """Return an entry of the catalogue, or from an import path. A plain function becomes the first of `kinds`."""
+    """Return the entry called `name` in the catalogue, or the one that an import path points to.
+
+    kinds: the types that the entry may have. A plain function is converted to the first of them.
+    """
     if ":" in name:
         entry = resolve(name, key=key, kind=kind, import_from=import_from)
         if callable(entry):
@@ -84,7 +88,7 @@ def _find(
 
 
 def _values_given(entry: Any) -> int:
-    """Return how many arguments the trainer passes to an entry's function before the user's own."""
+    """Return how many positional arguments the trainer passes to an entry's function, before the user's own options."""
     return 2 if isinstance(entry, TorchLoss) else 1
 
 
@@ -109,7 +113,7 @@ def _holds(rule: Callable[[Any], bool], value: Any) -> bool:
 
 
 def options_of(function: Callable[..., Any], given: int) -> list[str]:
-    """Return a function's own options, which follow its first `given` parameters, as `name=default`."""
+    """Return a function's own options as `name=default`. given: the number of parameters before them."""
     parameters = list(inspect.signature(function).parameters.values())[given:]
     return [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
 
@@ -124,7 +128,8 @@ class Row:
     source: str
     options: tuple[str, ...]
     runs: str
-    """Default normalisation of an estimator, implementation of a policy loss, or model that a pair loss trains."""
+    """For an estimator, its default normalisation. For a policy loss, its implementation. For a pair loss, the kind of
+    model that it trains."""
 
 
 def rows() -> list[Row]:

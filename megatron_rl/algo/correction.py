@@ -17,9 +17,9 @@ from megatron_rl.ops.reference import bounded
 
 
 def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tensor, Tensor]:
-    """Return each row's weight p(proximal) / p(behaviour), and whether it was out of bounds: `[T]` each.
+    """Return each row's weight p(proximal) / p(behaviour), `[T]`, and whether it was out of bounds, `[T]` bool.
 
-    An infinite log weight is out of bounds. A row whose log weight is NaN has weight 0.
+    A row whose log weight is infinite is out of bounds. A row whose log weight is NaN has weight 0.
     """
     log_weight, unknown = log_weights(rows)
     if correction.weight == "off":
@@ -42,8 +42,8 @@ def behavior_weight(rows: LossRows, correction: CorrectionConfig) -> tuple[Tenso
 def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
     """Return which trained rows lose their advantage because they are too far from the behaviour policy: `[T]` bool.
 
-    `negative_bound` rejects whole sequences, as in DeepSeek-V3.2 (arXiv 2512.02556): those whose mean distance exceeds
-    the bound and whose advantages have a negative sum.
+    `negative_bound` rejects whole sequences, as in DeepSeek-V3.2 (arXiv 2512.02556). It rejects a sequence if its mean
+    distance exceeds the bound and its advantages have a negative sum.
     """
     left_out = log_weights(rows)[1]  # rows whose weight is NaN are always rejected
     if correction.negative_bound > 0:
@@ -60,7 +60,10 @@ def is_left_out(rows: LossRows, correction: CorrectionConfig) -> Tensor:
 
 
 def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
-    """Return each row's estimate of KL(behaviour || proximal), for its token or its sequence, `[T]`."""
+    """Return each row's estimate of KL(behaviour || proximal), `[T]`.
+
+    With correction.reject_level = token it is the estimate for the row's token, otherwise one for the whole sequence.
+    """
     log_weight, unknown = log_weights(rows)
     near = bounded(log_weight)
     k3 = (torch.expm1(near) - near).masked_fill(log_weight.isinf(), inf)
@@ -78,7 +81,10 @@ def _distance(rows: LossRows, correction: CorrectionConfig) -> Tensor:
 
 
 def log_weights(rows: LossRows) -> tuple[Tensor, Tensor]:
-    """Return log p(proximal) - log p(behaviour), with NaN replaced by 0, and a mask of the NaNs: `[T]` each."""
+    """Return log p(proximal) - log p(behaviour) of each row, `[T]`, and a mask of the rows where it is NaN, `[T]` bool.
+
+    NaN is replaced by 0.
+    """
     log_weight = (rows.proximal_logprobs - rows.behavior_logprobs).detach()
     unknown = log_weight.isnan()
     return log_weight.masked_fill(unknown, 0.0), unknown

@@ -1,11 +1,13 @@
 """Imitation: a weighted -log p loss on tokens that the policy did not sample, in addition to the policy loss.
 
-The batch column `demonstrated`, float32 `[N]`, has an imitated token's weight, and 0 for others. An update's loss is
+The batch column `demonstrated`, float32 `[N]`, has the weight of each imitated token, and 0 for all other tokens. The
+loss of an update is
 
     loss = policy loss + weight * sum of demonstrated_t * -log p_t / number of demonstrated tokens
 
-Both divisors are counted over all microbatches and ranks of the update. The engine divides the whole sum by the policy
-loss's divisor, so `scaled` multiplies the column by that divisor and divides by the number of demonstrated tokens.
+Both divisors, that of the policy loss and the number of demonstrated tokens, are counted over all microbatches and
+ranks of the update. The engine divides the whole sum by the first. To compensate, `scaled` multiplies the column by the
+first divisor and divides it by the second.
 """
 
 from __future__ import annotations
@@ -51,7 +53,8 @@ def counts(share: TrajectoryBatch, options: AlgorithmConfig) -> Tensor:
 def scaled(share: TrajectoryBatch, weight: float, total: Tensor) -> TrajectoryBatch:
     """Return the share with each `demonstrated` weight replaced by the factor of -log p in the engine's sum.
 
-    total: `counts` summed over all ranks.
+    weight: the weight of the imitation loss. total: the sum of `counts` over all ranks. The engine later divides its
+    sum by the policy loss's divisor, for which the factor compensates.
     """
     divisor, tokens = total.clamp_min(1).tolist()
     marks = share[DEMONSTRATED] * (weight * divisor / tokens)
@@ -59,11 +62,12 @@ def scaled(share: TrajectoryBatch, weight: float, total: Tensor) -> TrajectoryBa
 
 
 NEUTRAL = {"teacher_place": -1, "versions": -1, support.COLUMN: support.NO_TOKEN}
-"""Fill values of columns for tokens that were not sampled or scored. All other columns are filled with 0."""
+"""For tokens that were not sampled or scored, the values that fill these columns. All other columns are filled with 0.
+"""
 
 
 def _like(share: TrajectoryBatch, rows: TrajectoryBatch) -> TrajectoryBatch:
-    """Return the batch `rows` with the columns of `share`, so that the two can be concatenated."""
+    """Give the batch `rows` the columns of `share`, so that the two can be concatenated. Returns the new batch."""
     known = {"input_ids": rows["input_ids"], "loss_mask": torch.zeros_like(rows["loss_mask"])}
     known[DEMONSTRATED] = rows["loss_mask"].float()
     count = len(rows["input_ids"])

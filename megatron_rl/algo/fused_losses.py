@@ -75,8 +75,9 @@ def reinforce(options: AlgorithmConfig) -> PpoOptions:
 def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> PpoOptions:
     """-A u, but for the tokens with the largest (log u)^2: as few as bring its mean over the others to bound.
 
-    The tokens are selected among all tokens of a step, before the step's updates, by the policy's distance from the
-    behaviour policy. The paper's u is the ratio to the behaviour policy: set correction.proximal = behavior.
+    These tokens get advantage 0. As few as possible are excluded such that the mean of (log u)^2 over the others is at
+    most `bound`. They are selected among all tokens of a step, before the step's updates; u is then the ratio of the
+    policy to the behaviour policy. In the paper, u in the loss is this ratio too: set correction.proximal = behavior.
     Source: arXiv 2510.01161
     """
     return PpoOptions(clip_low=1.0, clip_high=inf)  # u is in [0, inf), so nothing is clipped
@@ -86,8 +87,9 @@ def m2po(options: AlgorithmConfig, *, bound: float = 0.04) -> PpoOptions:
 def clip_cov(options: AlgorithmConfig, *, share: float = 2e-4, low: float = 1.0, high: float = 5.0) -> PpoOptions:
     """ppo_clip, but for a share of the tokens, drawn of those with c in [low, high], c = (log p - mean) (A - mean).
 
-    The means are over all trained tokens of a step, and p is the policy's before the step's updates. An update on
-    tokens of high covariance lowers the entropy. The same tokens are drawn in every layout.
+    The drawn tokens get advantage 0, because an update on tokens of high covariance lowers the entropy. The means are
+    over all trained tokens of a step, and p is the policy's before the step's updates. The same tokens are drawn in
+    every layout.
     Source: arXiv 2505.22617
     """
     return PpoOptions(clip_low=options.clip_low, clip_high=options.clip_high)

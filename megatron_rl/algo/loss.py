@@ -42,7 +42,7 @@ class PolicyLoss:
     options: AlgorithmConfig
     correction: CorrectionConfig = field(default_factory=CorrectionConfig)
     has_gradient: set[bool] = field(default_factory=set, compare=False)
-    """Whether the torch loss depended on the policy: the answers of all calls."""
+    """Whether the torch loss depended on the policy. The set collects the answers of all calls."""
 
     @cached_property
     def entry(self) -> FusedLoss | TorchLoss:  # cached, since every chunk of every microbatch reads it
@@ -50,7 +50,10 @@ class PolicyLoss:
 
     @cached_property
     def terms(self) -> PpoOptions:
-        """The operator's options. For a torch loss, it computes only the KL and entropy terms and the statistics."""
+        """The options of the operator.
+
+        For a torch loss, the operator computes only the KL and entropy terms and the statistics.
+        """
         options, correction = self.options, self.correction
         own = PpoOptions(mode="reinforce")  # for a torch loss: -A log p with A = 0 has no policy term
         if isinstance(self.entry, FusedLoss):
@@ -77,7 +80,8 @@ class PolicyLoss:
     def weighs_products(self) -> bool:
         """True if the behaviour weights are products over sequences, which the operator does not support.
 
-        They are multiplied into the advantages, because every loss is linear in the advantages' size.
+        The weights are then multiplied into the advantages. That gives the same loss, because every loss scales with
+        the size of the advantages.
         """
         return self.correction.weight != "off" and self.correction.level == "product"
 
@@ -94,10 +98,14 @@ class PolicyLoss:
     def __call__(self, logprobs: Tensor, entropy: Tensor, rows: TensorDict) -> tuple[Tensor, Sums]:
         """Return the loss summed over the trained rows, and the sums of its statistics.
 
-        rows: `advantages`, `loss_mask`, `logprobs` (behaviour); `ref_logprobs` for a KL term; `cu_seqlens` if the loss
-        is by sequence; `row_weights` for means over trajectories; `proximal_logprobs`, or `proximal_share` to
-        interpolate them by that fraction from the behaviour policy to the current one. Without both, as in the step's
-        first update, the proximal policy is the current one.
+        The columns of `rows` are:
+        - `advantages`, `loss_mask`, and the behaviour policy's `logprobs`
+        - `ref_logprobs` for a KL term
+        - `cu_seqlens` if the loss is by sequence
+        - `row_weights` for means over trajectories
+        - `proximal_logprobs`, or `proximal_share`. The share is the proximal policy's position on the line from the
+          behaviour policy (0) to the current one (1). Without both columns, as in the step's first update, the proximal
+          policy is the current one.
         """
 
         def column(name: str) -> Tensor:
@@ -217,9 +225,10 @@ def _columns(rows: TensorDict, trained: Tensor, dtype: torch.dtype) -> dict[str,
 def _without_unknown(
     rows: LossRows, proximal: Tensor | None, behavior: Tensor
 ) -> tuple[LossRows, Tensor | None, Tensor]:
-    """Set the advantage to 0 and the ratio to 1 in rows whose weight is NaN, so that no NaN reaches the loss.
+    """Set the advantage to 0 and the ratio to 1 in rows whose behaviour weight is NaN, so that no NaN reaches the loss.
 
-    The behaviour log-prob passed to the operator stays NaN, because the operator counts such rows.
+    Also returns the proximal and behaviour log-probs for the operator. The behaviour log-probs stay NaN in these rows,
+    because the operator counts them.
     """
     unknown, own = log_weights(rows)[1], rows.logprobs.detach()
     rows = replace(
@@ -234,9 +243,9 @@ def _without_unknown(
 def value_clip(values: Tensor, rows: TensorDict, *, clip: float) -> tuple[Tensor, Sums]:
     """Return the sum of max((v - R)^2, (clip(v, old - clip, old + clip) - R)^2) / 2: PPO's clipped value loss.
 
-    rows: the `returns` R, and the `values` from before the step's first update. A value that has moved more than `clip`
-    since then gets no gradient to move further. clip = 0 disables the bound. The sums of R, R^2, R - v and (R - v)^2
-    can be added over ranks, and then give the explained variance.
+    rows: `returns` is R, and `values` is old, the value before the step's first update. A value that has moved from old
+    by more than `clip` gets no gradient to move further. clip = 0 disables the bound. The statistics are sums of R,
+    R^2, R - v and (R - v)^2, which can be added over ranks; `explained_variance` is computed from them.
     """
     old_values, returns, loss_mask = rows["values"], rows["returns"], rows["labels"] >= 0
     errors = (returns - values).masked_fill(~loss_mask, 0.0)

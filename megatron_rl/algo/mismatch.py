@@ -16,15 +16,16 @@ from torch import Tensor
 from megatron_rl.ops.reference import bounded
 
 AGES = {"0": 0, "1": 1, "2": 2, "3_to_4": 3, "5_to_8": 5, "9_on": 9}
-"""Lowest age of each class."""
+"""Names of the classes by age, and the lowest age of each. The age counts versions between sampling and training."""
 POSITIONS = {"0_on": 0, "16_on": 16, "128_on": 128, "1024_on": 1024, "8192_on": 8192}
-"""Lowest position of each class. A position counts the sequence's trained tokens before the token."""
+"""Names of the classes by position, and the lowest position of each. A token's position is the number of trained tokens
+before it in its sequence."""
 CLASSES = ["all", *(f"age_{name}" for name in AGES), *(f"position_{name}" for name in POSITIONS)]
 NEAR = 1e-6
-"""Difference in nats up to which a token counts as near, if it is not equal to the bit."""
+"""A token counts as near if its log-probabilities differ, but by at most this many nats."""
 COLUMNS = 9
-"""Number of sums per class: tokens, |d|, d, k3, w, w^2, equal tokens, near tokens, and tokens whose d is NaN or
-infinite (only in the class "all")."""
+"""Number of sums per class. They are: tokens, |d|, d, k3, w, w^2, equal tokens, near tokens, and tokens whose d is NaN
+or infinite (counted only in the class "all")."""
 
 
 def tally(
@@ -32,8 +33,9 @@ def tally(
 ) -> tuple[Tensor, Tensor]:
     """Return the sums `[classes, COLUMNS]` and the largest |d| `[classes]` of one rank's tokens, float64.
 
-    The first four arguments are `[N]`, and entry t belongs to token t. lengths: `[B]`, of the sequences. version: the
-    trainer's. Tokens whose difference is NaN or infinite are only counted.
+    The first four arguments are `[N]`, and their entry t belongs to token t. lengths: `[B]`, the lengths of the
+    sequences. version: the trainer's current policy version. Tokens whose difference is NaN or infinite are counted,
+    and enter no other sum.
     """
     is_finite = (logprobs - behavior_logprobs).isfinite()
     kept = loss_mask.bool() & is_finite
@@ -69,10 +71,15 @@ def _class_of(values: Tensor, classes: dict[str, int]) -> Tensor:
 def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
     """Return means over the tokens of all ranks, from sums and maxima combined over the ranks.
 
-    mean, max: of |d| in nats. k1 = mean of -d and k3 = mean of w - 1 - d: estimates of KL(server || trainer). ess: the
-    effective sample size as a share of the tokens. chi2: the chi-squared distance. equal, near, beyond: shares of the
-    tokens with equal bits, a difference of at most NEAR, and a larger one. not_finite: number of tokens whose
-    difference is NaN or infinite, which no other metric includes; absent if 0. Classes by age and position have fewer.
+    mean, max: mean and maximum of |d|, in nats.
+    k1, k3: the means of -d and of w - 1 - d, which estimate KL(server || trainer).
+    ess: the effective sample size, as a share of the tokens.
+    chi2: the chi-squared distance.
+    equal, near, beyond: the shares of tokens whose log-probabilities are equal to the bit, differ by at most NEAR, and
+      differ by more.
+    not_finite: the number of tokens whose difference is NaN or infinite, which no other metric includes; absent if 0.
+
+    The classes by age and by position have only mean, max, k3 and equal.
     """
     found: dict[str, float] = {"mismatch/not_finite": sums[0, -1].item()} if sums[0, -1] > 0 else {}
     for name, row, most in zip(CLASSES, sums.tolist(), largest.tolist(), strict=True):
@@ -89,9 +96,10 @@ def metrics(sums: Tensor, largest: Tensor) -> dict[str, float]:
 
 
 def check_alarm(found: dict[str, float], threshold: float, *, is_skipped: bool = False) -> None:
-    """Raise RuntimeError if trainer and servers differ by more than `threshold` nats (0: no threshold).
+    """Raise RuntimeError if trainer and servers differ by more than `threshold` nats. With 0, there is no threshold.
 
-    A NaN or infinite difference raises at any threshold, unless the update was already skipped and counted.
+    found: the result of `metrics`. A NaN or infinite difference raises at any threshold, unless `is_skipped`: the
+    update was then already skipped and counted.
     """
     # Prefer tokens of the current policy. Older ones also differ because the policy has moved.
     key = "mismatch/mean_age_0" if "mismatch/mean_age_0" in found else "mismatch/mean"

@@ -12,11 +12,15 @@ from torch import Tensor
 from megatron_rl.types import TrajectoryBatch
 
 EPS = 1e-6
-"""Added to standard deviations. A deviation below this share of the largest value is rounding error and counts as 0."""
+"""Number that is added to standard deviations. A deviation below this fraction of the largest absolute value is
+rounding error, and counts as 0."""
 
 
 def group_numbers(*columns: Tensor) -> Tensor:
-    """Return each entry's group, numbered from 0 without gaps, `[K]` int64. In a group, all columns are equal."""
+    """Return the number of each entry's group, `[K]` int64. Groups are numbered from 0 without gaps.
+
+    Two entries are in one group if they are equal in every column.
+    """
     if not len(columns[0]):
         return torch.zeros(0, dtype=torch.int64)
     numbers: Tensor = torch.unique(torch.stack(columns, dim=1), dim=0, return_inverse=True)[1]
@@ -24,7 +28,11 @@ def group_numbers(*columns: Tensor) -> Tensor:
 
 
 def mean_of(values: Tensor, member: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Return for each entry its group's weighted mean, `[K]` float64; unweighted if the weights sum to 0."""
+    """Return for each entry the mean over its group, `[K]` float64.
+
+    member: the number of each entry's group. weights: weights of the entries; where they sum to 0, and by default, the
+    mean is unweighted.
+    """
     values, size = values.double(), int(member.max()) + 1 if len(member) else 0
     ones = torch.ones_like(values)
     weights = ones if weights is None else weights.double()
@@ -36,19 +44,26 @@ def mean_of(values: Tensor, member: Tensor, weights: Tensor | None = None) -> Te
 
 
 def shares_of(sample: Tensor) -> Tensor:
-    """Return 1 / (number of entries of the sample) for each entry, `[K]` float64: weights that count a sample once."""
+    """Return for each entry 1 / (number of entries of its sample), `[K]` float64.
+
+    With these weights, a sample counts once in a mean, however many entries it has.
+    """
     return 1.0 / torch.bincount(sample).double()[sample]
 
 
 def count_of(member: Tensor, shares: Tensor | None = None) -> Tensor:
-    """Return for each entry the size of its group, `[K]` float64: its entries, or with `shares` its samples."""
+    """Return for each entry the size of its group, `[K]` float64.
+
+    shares: the result of `shares_of`; if given, the size is the number of samples, not of entries.
+    """
     return torch.bincount(member, shares).double().round()[member]  # six sixths add up to a little less than 1
 
 
 def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Tensor | None = None) -> Tensor:
     """Return for each entry its group's standard deviation, `[K]` float64; 0 if the values differ only by rounding.
 
-    correction: 1 divides by n - 1, 0 by n. shares: `shares_of` the samples, to count n in samples.
+    correction: 1 divides the sum of squares by n - 1, and 0 divides it by n. shares: the result of `shares_of`; if
+    given, n is the number of samples, not of entries.
     """
     values = values.double()
     squares = (values - mean_of(values, member, shares)).square()
@@ -64,8 +79,9 @@ def deviation_of(values: Tensor, member: Tensor, *, correction: int, shares: Ten
 def normalize(values: Tensor, group: Tensor, *, mean: str, std: str, shares: Tensor | None = None) -> Tensor:
     """Return (v - mean) / (std + eps): `[K]` -> `[K]` float64.
 
-    mean, std: `group` or `batch` computes the statistic over each entry's group or over the batch; `none` omits it.
-    shares: `shares_of` the entries' samples, to count each sample once.
+    mean, std: over what each of the two is computed. `group`: the entry's group. `batch`: the whole batch. `none`: the
+      mean is not subtracted, or the std does not divide.
+    shares: the result of `shares_of`; if given, each sample counts once in both.
 
     A group's deviation is about the group's mean and divides by n - 1. A batch's is about the batch's mean and divides
     by n. Division by a deviation of 0 results in 0.
@@ -81,7 +97,10 @@ def normalize(values: Tensor, group: Tensor, *, mean: str, std: str, shares: Ten
 
 
 def normalize_tokens(values: Tensor, batch: TrajectoryBatch, *, mean: str, std: str) -> Tensor:
-    """Normalise token values like `normalize`, over trained tokens: `[N]` -> `[N]` float64, 0 for other tokens."""
+    """Normalise values of tokens as `normalize` does. The statistics are over trained tokens.
+
+    The result is `[N]` float64, 0 for untrained tokens.
+    """
     mask = batch["loss_mask"].bool()
     values = values.double().masked_fill(~mask, 0.0)
     counts = batch.sums_of_tokens(mask.double())
@@ -96,14 +115,20 @@ def normalize_tokens(values: Tensor, batch: TrajectoryBatch, *, mean: str, std: 
 
 
 def _mean_of_tokens(values: Tensor, batch: TrajectoryBatch, counts: Tensor, member: Tensor) -> Tensor:
-    """Return the mean over trained tokens of each trajectory's group, `[N]` -> `[B]`. counts: `[B]` trained tokens."""
+    """Return for each trajectory the mean over the trained tokens of its group: `[N]` -> `[B]`.
+
+    counts: `[B]`, the number of trained tokens. member: `[B]`, the number of each trajectory's group.
+    """
     return _sum_of(batch.sums_of_tokens(values), member) / _sum_of(counts, member).clamp_min(1.0)
 
 
 def _deviation_of_tokens(
     values: Tensor, batch: TrajectoryBatch, counts: Tensor, member: Tensor, *, correction: int
 ) -> Tensor:
-    """Return the standard deviation over trained tokens of each trajectory's group, `[N]` -> `[B]`."""
+    """Return for each trajectory the standard deviation over the trained tokens of its group: `[N]` -> `[B]`.
+
+    The arguments are as in `_mean_of_tokens` and `deviation_of`.
+    """
     mask = batch["loss_mask"].bool()
     centered = (values - batch.spread(_mean_of_tokens(values, batch, counts, member))).masked_fill(~mask, 0.0)
     squares, count = _sum_of(batch.sums_of_tokens(centered.square()), member), _sum_of(counts, member)

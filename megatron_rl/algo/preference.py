@@ -1,7 +1,7 @@
-"""Losses on pairs of replies to one prompt, one preferred to the other, and their computation by an engine.
+"""Losses on pairs of replies to one prompt, of which one is preferred, and their computation by an engine.
 
-A batch holds each pair's chosen and rejected reply next to each other, in this order. The column `pair` numbers the
-pairs. In the formulas, r is a reply's implicit reward, d = r(chosen) - r(rejected), and s is the sigmoid.
+A batch holds the chosen and the rejected reply of each pair next to each other, in this order. The column `pair`
+numbers the pairs. In the formulas, r is a reply's implicit reward, d = r(chosen) - r(rejected), and s is the sigmoid.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Pairs:
     """
 
     values: Tensor
-    """log p of the whole reply, or its score from a value head; with gradient."""
+    """log p of the whole reply, with gradient. If the loss is for a value head, it is the head's score of the reply."""
     log_ratios: Tensor
     """log p - log p(reference) of the whole reply, with gradient; equals `values` if the loss needs no reference."""
     tokens: Tensor
@@ -127,7 +127,7 @@ class PreferenceLoss:
     args: dict[str, Any]
 
     def for_engine(self) -> LogprobLoss | ValueLoss:
-        """Return the loss for an engine whose head is `entry.head`. Pass `pairs_of` to the engine as its weight."""
+        """Return the loss for an engine whose head is `entry.head`. The engine's loss_weight_fn must be `pairs_of`."""
         if self.entry.head == "value":
             return ValueLoss(self)
         # Not by_row: a pair's loss needs the sums over both of its replies.
@@ -164,14 +164,17 @@ def pairs_of(rows: TensorDict) -> Tensor:
 
 
 def _by_pair(values: Tensor, rows: TensorDict) -> Tensor:
-    """Sum over each sequence, `[T]` -> `[P, 2]`."""
+    """Sum a microbatch's rows over each sequence, and arrange the sums by pair: `[T]` -> `[P, 2]`."""
     sums, count = sums_by_sequence(values, rows["cu_seqlens"]), int(pairs_of(rows))
     # packing keeps chosen and rejected replies adjacent; an idle microbatch has no pair
     return sums[: 2 * count].view(count, 2)
 
 
 def preference_metrics(sums: Mapping[str, float], pairs: float) -> dict[str, float]:
-    """Return accuracy and mean rewards from the sums of `PreferenceLoss` over `pairs` pairs."""
+    """Return the accuracy and the mean rewards.
+
+    sums: the statistics of `PreferenceLoss`, summed over all pairs. pairs: the number of these pairs.
+    """
     chosen, rejected = (sums[name] / pairs for name in ("chosen_reward", "rejected_reward"))
     means = {"chosen_reward": chosen, "rejected_reward": rejected, "margin": chosen - rejected}
     return {"accuracy": sums["preferred"] / pairs} | means

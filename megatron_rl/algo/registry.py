@@ -55,7 +55,8 @@ class Estimator:
     compares_group: bool = False
     """Whether the estimator compares the replies to one prompt, and so needs several of them."""
     needs: tuple[str, ...] = ()
-    """Further columns: `proximal_logprobs`, or `cold_logprobs` (at half the temperature), before the step's updates."""
+    """Further token columns that the estimator reads: `proximal_logprobs`, or `cold_logprobs`, which are at half the
+    temperature. Both are the policy's before the step's updates."""
     rules: Rules = field(default_factory=dict)
 
 
@@ -79,7 +80,7 @@ class FusedLoss:
 
     @property
     def chooses(self) -> bool:
-        """True if the loss selects among all tokens of a step, before the step's updates."""
+        """True if the loss selects some of a step's tokens, before the step's updates."""
         return self.select is not None
 
 
@@ -94,9 +95,11 @@ class TorchLoss:
     by_sequence: bool = False
     """Whether a row's loss depends on other rows of its sequence. It then gets whole sequences and their bounds."""
     select: Callable[..., Tensor] | None = None
-    """As in `FusedLoss`."""
+    """select(batch, **algo.loss_args) returns `[N]` bool: the tokens that keep their advantage. The batch has the same
+    columns as in `FusedLoss.select`."""
     mark: Callable[..., Tensor] | None = None
-    """Called like `select`, but all tokens keep their advantage. The loss reads the mask as `LossRows.marked`."""
+    """Function that is called like `select`, but all tokens keep their advantage. The loss reads the result as
+    `LossRows.marked`."""
     rules: Rules = field(default_factory=dict)
 
     @property
@@ -114,7 +117,8 @@ class PairLoss:
 
     function: Callable[..., tuple[Tensor, Tensor]]
     head: str = "policy"
-    """`policy`: computed from log-probabilities. `value`: computed from scores; the model becomes a reward model."""
+    """The model's head. With `policy`, the loss is computed from log-probabilities. With `value`, it is computed from
+    scores, and the model becomes a reward model."""
     needs_reference: bool = False
     """Whether the loss compares the model with its state before the first update."""
     rules: Rules = field(default_factory=dict)
@@ -130,7 +134,10 @@ Entry = TypeVar("Entry")
 def _entering(
     catalogue: dict[str, Any], kind: str, name: str, make: Callable[[Callable[..., Any]], Entry]
 ) -> Callable[[Callable[..., Any]], Entry]:
-    """Return a decorator that turns a function into an entry, which configs of this process may then name."""
+    """Return a decorator that turns a function into an entry.
+
+    If `name` is not empty, the entry is also added to the catalogue, and configs of this process may then name it.
+    """
 
     def decorate(function: Callable[..., Any]) -> Entry:
         entry = make(function)
@@ -143,24 +150,34 @@ def _entering(
 
 
 def estimator(name: str = "", **fields: Any) -> Callable[[Callable[..., Tensor]], Estimator]:
-    """Turn a function into an estimator. A name registers it in the catalogue. fields: those of `Estimator`."""
+    """Return a decorator that turns a function into an Estimator.
+
+    name: if given, the estimator is in the catalogue under this name. fields: further fields of `Estimator`.
+    """
     return _entering(ESTIMATORS, "estimator", name, partial(Estimator, **fields))
 
 
 def fused_loss(name: str = "", **fields: Any) -> Callable[[Callable[..., PpoOptions]], FusedLoss]:
-    """Turn a function into a fused loss. A name registers it in the catalogue. fields: those of `FusedLoss`."""
+    """Return a decorator that turns a function into a FusedLoss.
+
+    name: if given, the loss is in the catalogue under this name. fields: further fields of `FusedLoss`.
+    """
     return _entering(LOSSES, "loss", name, partial(FusedLoss, **fields))
 
 
 def torch_loss(name: str = "", **fields: Any) -> Callable[[Callable[..., Tensor]], TorchLoss]:
-    """Turn a function into a loss in plain torch. A name registers it in the catalogue.
+    """Return a decorator that turns a function into a TorchLoss, a loss in plain torch.
 
-    Only configs of this process know the name. Other processes, such as those started by `megatron-rl launch`, need an
-    import path: algo.loss=my_module:mine. fields: those of `TorchLoss`.
+    name: if given, the loss is in the catalogue under this name, but only in this process. Other processes, such as
+    those started by `megatron-rl launch`, need an import path: algo.loss=my_module:mine. fields: further fields of
+    `TorchLoss`.
     """
     return _entering(LOSSES, "loss", name, partial(TorchLoss, **fields))
 
 
 def pair_loss(name: str = "", **fields: Any) -> Callable[[Callable[..., tuple[Tensor, Tensor]]], PairLoss]:
-    """Turn a function into a pair loss. A name registers it in the catalogue. fields: those of `PairLoss`."""
+    """Return a decorator that turns a function into a PairLoss.
+
+    name: if given, the loss is in the catalogue under this name. fields: further fields of `PairLoss`.
+    """
     return _entering(PAIR_LOSSES, "pair_loss", name, partial(PairLoss, **fields))

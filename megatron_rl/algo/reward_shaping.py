@@ -55,7 +55,8 @@ class KLController:
     def update(self, kl: float, trajectories: int) -> None:
         """Multiply the coefficient by 1 + clip(kl / target - 1, -0.2, 0.2) min(trajectories / horizon, 1).
 
-        kl: mean per trained token. The min keeps the coefficient positive in a step longer than the horizon.
+        kl: the mean KL per trained token. trajectories: the number of trajectories in the step. The min keeps the
+        coefficient positive if a step has more trajectories than the horizon.
         """
         if self.options.kl_target > 0:
             error = min(max(kl / self.options.kl_target - 1.0, -0.2), 0.2)
@@ -80,7 +81,10 @@ class RewardShaper:
     """
 
     def __init__(self, options: RewardShapingConfig, algo: AlgorithmConfig, *, longest_reply: int) -> None:
-        """Start without history. longest_reply: length in tokens at which the overlong penalty is largest."""
+        """Start without a history of rewards.
+
+        longest_reply: the length in tokens at which the overlong penalty is largest.
+        """
         self.options, self.algo, self.longest_reply = options, algo, longest_reply
         self.moments, self.kl = RunningMoments(), KLController(algo)
         self.last: dict[str, float] = {}  # metrics of the last batch
@@ -88,8 +92,8 @@ class RewardShaper:
     def __call__(self, batch: TrajectoryBatch) -> None:
         """Shape the rewards of a batch, and update the adaptive state.
 
-        batch: `rewards` `[B]`, or `[N]` by token, of which only trained tokens count. A KL penalty also needs
-        `proximal_logprobs` and `ref_logprobs`.
+        batch: the column `rewards` is `[B]`, or `[N]` if rewards are by token. Rewards of untrained tokens are ignored.
+        A KL penalty also needs the columns `proximal_logprobs` and `ref_logprobs`.
         """
         by_token = token_rewards(batch)
         raw = batch.sums_of_tokens(by_token) if "rewards" in batch.tokens else batch["rewards"].double()
@@ -115,7 +119,10 @@ class RewardShaper:
         batch.tokens["token_rewards"] = by_token.float()
 
     def _lengths(self, batch: TrajectoryBatch) -> tuple[Tensor, Tensor]:
-        """Return the tokens of each trajectory's longest reply and of all its replies, `[B]`; zeros if unused."""
+        """Return two numbers of tokens for each trajectory, `[B]` each: of its longest reply, and of all its replies.
+
+        They are zeros if no option uses them.
+        """
         if not self._is_by_length:
             nothing = torch.zeros(len(batch), dtype=torch.int64)
             return nothing, nothing
@@ -128,7 +135,7 @@ class RewardShaper:
         return options.overlong_buffer > 0 or options.per_token or options.cut_off_share < 1
 
     def _of_greedy(self, batch: TrajectoryBatch) -> Tensor:
-        """Shape `greedy_reward` like the sampled replies' rewards, and with their running moments: `[B]`."""
+        """Shape `greedy_reward` like the rewards of sampled replies, `[B]`, using the running moments of the latter."""
         scores = batch["greedy_reward"].double()
         if not self._is_by_length:
             return self._scaled(scores)
@@ -144,7 +151,8 @@ class RewardShaper:
     def _by_length(self, rewards: Tensor, longest: Tensor, total: Tensor, *, with_penalty: bool = True) -> Tensor:
         """Apply the options that depend on lengths to rewards `[K]`.
 
-        longest: `[K]` tokens of the trajectory's longest reply. total: `[K]` tokens of all its replies.
+        longest: `[K]`, the number of tokens of the trajectory's longest reply. total: `[K]`, the number of tokens of
+        all its replies. with_penalty: False to leave the overlong penalty out.
         """
         options = self.options
         if options.cut_off_share < 1:
@@ -156,7 +164,10 @@ class RewardShaper:
         return rewards / total.clamp_min(1) if options.per_token else rewards
 
     def _times(self, rewards: Tensor, longest: Tensor, total: Tensor) -> Tensor:
-        """Multiply rewards `[K]` by the shaping's factors, without what it adds. The lengths are as in `_by_length`."""
+        """Multiply rewards `[K]` by the factors of the shaping, without adding its penalties.
+
+        longest, total: lengths as in `_by_length`.
+        """
         rewards = self._by_length(rewards, longest, total, with_penalty=False)
         return rewards / self.moments.std if self.options.running != "none" and self.moments.std > 0 else rewards
 
@@ -168,7 +179,10 @@ class RewardShaper:
         return scores.clamp(-options.clip, options.clip) if options.clip > 0 else scores
 
     def _kl_penalty(self, batch: TrajectoryBatch) -> tuple[Tensor, float]:
-        """Return each trained token's penalty `[N]` and the mean KL, for the policy before the updates."""
+        """Return the KL penalty of each trained token `[N]`, and the mean KL per trained token.
+
+        The KL is KL(policy || reference), for the policy before the step's updates.
+        """
         mask = batch["loss_mask"]
         divergence = KL[self.algo.kl_estimator](batch["proximal_logprobs"].double(), batch["ref_logprobs"].double())
         divergence = divergence.masked_fill(~mask, 0.0)
@@ -185,15 +199,18 @@ class RewardShaper:
 
 
 def means_of_fresh(batch: TrajectoryBatch, scores: Tensor) -> Tensor:
-    """Return each sample's mean of `[B]` scores, `[S]`, without reused samples, which an earlier step has counted."""
+    """Return the mean score of each sample, `[S]`. Reused samples, which an earlier step has counted, are left out.
+
+    scores: `[B]`, one per trajectory.
+    """
     return batch.fresh().means_of_samples(scores[~batch.is_reused])
 
 
 def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) -> None:
     """Add a reward model's `[B]` scores, times `coefficient`, to the workflow's rewards.
 
-    The column `model_rewards` keeps the scores. If rewards are by token or by turn, a score is added to the last
-    trained token, and dropped if there is none.
+    The column `model_rewards` keeps the scores. If rewards are by token or by turn, a trajectory's score is added to
+    its last trained token. It is dropped if the trajectory has no trained token.
     """
     batch.sequences["model_rewards"] = scores
     if TURN_REWARDS in batch.tokens:
@@ -205,7 +222,10 @@ def add_scores(batch: TrajectoryBatch, scores: Tensor, *, coefficient: float) ->
 
 
 def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Return the batch without its greedy replies, whose rewards become their groups' `greedy_reward` `[B]`."""
+    """Return the batch without its greedy replies.
+
+    The reward of a group's greedy reply becomes the column `greedy_reward` `[B]` of the group's other trajectories.
+    """
     if "is_greedy" not in batch:
         return batch
     is_greedy = batch["is_greedy"]
@@ -220,7 +240,8 @@ def take_out_greedy(batch: TrajectoryBatch) -> TrajectoryBatch:
 def token_rewards(batch: TrajectoryBatch) -> Tensor:
     """Return the workflow's rewards by token, `[N]` float64, 0 on untrained tokens.
 
-    A turn's reward stays in its turn. A trajectory's single reward goes on its last trained token.
+    A trajectory's single reward goes on its last trained token. The reward of a turn goes on the last trained token up
+    to the end of the turn.
     """
     if "rewards" in batch.tokens:
         return batch["rewards"].double().masked_fill(~batch["loss_mask"], 0.0)
@@ -230,7 +251,10 @@ def token_rewards(batch: TrajectoryBatch) -> Tensor:
 
 
 def where_they_arose(values: Tensor, batch: TrajectoryBatch) -> Tensor:
-    """Move each value on an untrained token to its trajectory's last trained token before it, or drop it: `[N]`."""
+    """Move values off untrained tokens: each goes to the last trained token before it in its trajectory. Returns `[N]`.
+
+    A value is dropped if no trained token precedes it.
+    """
     trained, place = batch["loss_mask"].nonzero()[:, 0], values.nonzero()[:, 0]
     before = torch.searchsorted(trained, place, right=True) - 1  # index among the trained tokens
     has_one = before >= 0
@@ -249,7 +273,7 @@ def written_tokens(batch: TrajectoryBatch) -> Tensor:
 
 
 def longest_replies(batch: TrajectoryBatch) -> Tensor:
-    """Return the tokens of each trajectory's longest reply, `[B]` int64."""
+    """Return the number of tokens of each trajectory's longest reply, `[B]` int64."""
     turn, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
     lengths = torch.bincount(turn[turn >= 0], minlength=int(bounds[-1]))  # [turns]
     trajectory = torch.repeat_interleave(torch.arange(len(batch)), bounds.diff())
@@ -257,7 +281,10 @@ def longest_replies(batch: TrajectoryBatch) -> Tensor:
 
 
 def at_the_end(values: Tensor, batch: TrajectoryBatch) -> Tensor:
-    """Put each trajectory's value on its last trained token, `[B]` -> `[N]`, or drop the value if there is none."""
+    """Put the value of each trajectory on its last trained token: `[B]` -> `[N]`. All other tokens get 0.
+
+    The value of a trajectory without a trained token is dropped.
+    """
     trained = batch["loss_mask"].nonzero()[:, 0]
     sequence = batch.sequence_ids[trained]
     is_last = torch.ones(len(trained), dtype=torch.bool)

@@ -40,7 +40,7 @@ def _share_of(share: float, count: Tensor) -> Tensor:
 
 
 def second_moment(batch: TrajectoryBatch, *, bound: float = 0.04) -> Tensor:
-    """Drop tokens with the largest d^2 until the mean of d^2 over the kept ones is at most `bound`: `[N]` True = kept.
+    """Drop tokens with the largest d^2 until the mean of d^2 over the rest is at most `bound`: `[N]` bool, True = kept.
 
     d = log p(policy before the updates) - log p(behaviour policy).
     Source: arXiv 2510.01161
@@ -98,7 +98,10 @@ def covariances(batch: TrajectoryBatch) -> Tensor:
 
 
 def _drawn_keys(batch: TrajectoryBatch, places: Tensor) -> Tensor:
-    """Return pseudo-random keys from 0 to 2^32 - 1, `[n]` int64, that depend only on the tokens, not on the layout."""
+    """Return a pseudo-random key for each of the tokens `places`: `[n]` int64, from 0 to 2^32 - 1.
+
+    The keys depend only on the tokens, so they are the same in every layout.
+    """
     bits = batch["logprobs"][places].float().view(torch.int32).long() & 0xFFFFFFFF
     keys = torch.zeros_like(bits)
     for part in (places - batch.cu_seqlens[batch.sequence_ids[places]], batch["input_ids"][places].long(), bits):
@@ -109,9 +112,10 @@ def _drawn_keys(batch: TrajectoryBatch, places: Tensor) -> Tensor:
 
 
 def _highest(values: Tensor, share: float, batch: TrajectoryBatch) -> Tensor:
-    """Choose the `share` of the step's trained tokens with the highest float32 values: `[N]` bool. NaN is the highest.
+    """Choose the `share` of the step's trained tokens with the highest float32 values: `[N]` bool.
 
-    Ties go to the earlier token. Collective: every rank calls it.
+    NaN counts as the highest value. Of equal values, the earlier token's is chosen first. Collective: every rank calls
+    it.
     """
     trained = batch["loss_mask"].nonzero()[:, 0]
     most = int(_share_of(share, batch.total(torch.tensor(len(trained)))))
@@ -128,12 +132,15 @@ def _first_that_fit(
 ) -> Tensor:
     """Order the tokens of all replicas by ascending key, and select the longest prefix that fits: `[n]` bool.
 
-    Ties go to the earlier token. A radix search finds the last selected key: each round adds up a histogram of 8 key
-    bits over all replicas. Collective: every rank calls it.
+    Of equal keys, the earlier token's comes first. A radix search finds the last selected key: each round adds up a
+    histogram of 8 key bits over all replicas. Collective: every rank calls it.
 
-    keys: `[n]` int64 from 0 to 2^32 - 1. weights: `[n]` int64 below 2^48, the same for equal keys, in units of 4^(the
-    key's highest 8 bits), so that their sums are exact in any order. places: `[n]`, the tokens' indices. fits(count,
-    total): stays False for every extension of a prefix that does not fit.
+    keys: `[n]` int64 from 0 to 2^32 - 1.
+    weights: `[n]` int64 below 2^48, the same for equal keys. The unit is 4^(the key's highest 8 bits), so that sums of
+      weights are exact in any order.
+    places: `[n]`, the indices of the tokens in the batch.
+    fits(count, total): whether a prefix of `count` tokens with this total weight fits. If it is False for a prefix, it
+      must be False for all longer ones.
     """
     # split so that the sums fit into int64
     parts = torch.stack([torch.ones_like(keys), weights >> 24, weights & 0xFFFFFF], dim=1)
@@ -165,13 +172,13 @@ def _first_that_fit(
 
 
 def keep(batch: TrajectoryBatch, kept: Tensor) -> float:
-    """Set the advantages of all tokens that are not `kept` to 0. Return the share of trained tokens that is kept."""
+    """Set the advantages of all tokens that are not `kept` to 0. Returns the share of trained tokens that is kept."""
     batch.tokens["advantages"] = batch["advantages"].masked_fill(~kept, 0.0)
     return share_of(batch, kept)
 
 
 def share_of(batch: TrajectoryBatch, chosen: Tensor) -> float:
-    """Return the share of the step's trained tokens that is chosen. Collective: every rank calls it."""
+    """Return the fraction of the step's trained tokens that is chosen. Collective: every rank calls it."""
     trained = batch["loss_mask"]
     chosen, of = batch.total(torch.stack([(chosen & trained).sum(), trained.sum()]))
     return float(chosen / of.clamp_min(1))

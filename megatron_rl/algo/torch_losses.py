@@ -1,7 +1,8 @@
 """Policy losses in plain torch, the kind that users write: functions that return each row's loss.
 
-The trainer adds KL and entropy terms, behaviour weights and aggregation. A loss by row is called once per chunk of the
-output layer. In the formulas, u is p(policy) / p(proximal) of a row and A its advantage.
+The trainer adds KL and entropy terms, behaviour weights and aggregation. A loss in which a row does not depend on other
+rows is called once per chunk of the output layer. In the formulas, u is p(policy) / p(proximal) of a row and A its
+advantage.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ class LossRows:
     """
 
     logprobs: Tensor
-    """log p of the trained policy, with gradient."""
+    """log p of each row's token under the trained policy, with gradient."""
     proximal_logprobs: Tensor
     behavior_logprobs: Tensor
     advantages: Tensor
     trained: Tensor
-    """bool: whether the row is trained."""
+    """bool, True for trained rows."""
     cu_seqlens: Tensor | None
-    """`[B + 1]` int64 bounds of whole sequences; None unless some part of the loss is by sequence."""
+    """`[B + 1]` int64 bounds of the sequences, if some part of the loss depends on whole sequences; otherwise None."""
     marked: Tensor | None = None
-    """bool: the tokens selected by the loss's own `mark`, if it was declared with one."""
+    """bool, True for the tokens that the loss's own `mark` selected. None if the loss has no `mark`."""
     columns: Mapping[str, Tensor] = field(default_factory=dict)
     """All `[T]` columns of the microbatch by name, including those a workflow put into `Trajectory.tokens`. Entry t
     belongs to the token `labels[t]`. Integers and bools keep their dtype."""
@@ -52,7 +53,7 @@ class LossRows:
 
     @property
     def ratio(self) -> Tensor:
-        """The ratio u. |log u| is bounded by LOG_RATIO_BOUND; beyond the bound the gradient is 0."""
+        """The ratio u of each row. log u is clamped to [-LOG_RATIO_BOUND, LOG_RATIO_BOUND], with gradient 0 outside."""
         return bounded(self.log_ratio).exp()
 
 
@@ -140,7 +141,8 @@ KL_COV = {"share": SHARE, "weight": (lambda value: 0 <= value < inf, "must be at
 def kl_cov(rows: LossRows, options: AlgorithmConfig, *, share: float = 2e-3, weight: float = 1.0) -> Tensor:
     """-A u + weight abs(log u) for a share of the tokens, of the highest c = (log p - mean) (A - mean); else -A u.
 
-    As in clip_cov, c is computed before a step's updates. u differs from 1 from the second update on.
+    The penalised tokens are the `share` of the step's trained tokens with the highest c. As in clip_cov, c is computed
+    before the step's updates. u differs from 1 from the second update on.
     Source: arXiv 2505.22617
     """
     assert rows.marked is not None
@@ -148,11 +150,14 @@ def kl_cov(rows: LossRows, options: AlgorithmConfig, *, share: float = 2e-3, wei
 
 
 def sum_of_sequence(values: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the sum over its sequence's rows, `[T]`. Values must be 0 in untrained rows."""
+    """Return for each row the sum of the values in its sequence, `[T]`. Untrained rows must have the value 0."""
     return sums_by_sequence(values, cu_seqlens)[sequence_of_rows(values, cu_seqlens)]
 
 
 def mean_of_sequence(values: Tensor, trained: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Return for each row the mean over its sequence's trained rows, `[T]`. Values must be 0 in other rows."""
+    """Return for each row the mean of the values of its sequence's trained rows, `[T]`.
+
+    The values of other rows must be 0.
+    """
     count = sum_of_sequence(trained.to(values.dtype), cu_seqlens)
     return sum_of_sequence(values, cu_seqlens) / count.clamp_min(1.0)

@@ -1,7 +1,7 @@
 """Advantage estimators that compare single turns of dialogues, or trajectories of one agent.
 
-A turn is a reply with at least one trained token. Each rank fills in a table, with a few numbers per turn, for its own
-tokens. The tables are summed, so all ranks compute the same results.
+A turn is a reply with at least one trained token. Each rank fills in a table, with a few numbers per turn, for the
+turns whose tokens it has. The tables are summed, so all ranks compute the same results.
 """
 
 from __future__ import annotations
@@ -88,26 +88,29 @@ def agent_norm(batch: TrajectoryBatch, *, std: bool = True) -> Tensor:
 
 
 def by_agent(batch: TrajectoryBatch) -> Tensor:
-    """Number the groups, or the pairs of group and agent if trajectories name their agent: `[B]` int64."""
+    """Return the number of each trajectory's group, `[B]` int64.
+
+    If trajectories name their agent, the trajectories of each agent in a group form a group of their own.
+    """
     if "agent" not in batch.sequences:
         return group_numbers(batch["group"])
     return group_numbers(batch["group"], group_numbers(batch["agent"]))
 
 
 def shares_by_agent(batch: TrajectoryBatch) -> Tensor:
-    """Return 1 / the number of trajectories with the same sample and agent, `[B]` float64."""
+    """Return for each trajectory 1 / (number of trajectories with its sample and agent), `[B]` float64."""
     return shares_of(group_numbers(batch.samples, by_agent(batch)))
 
 
 @dataclass(frozen=True)
 class Turns:
-    """All S trained turns of a step, trajectory by trajectory, the same on every rank.
+    """All S trained turns of a step, trajectory by trajectory. All fields but `place` are the same on every rank.
 
-    trajectory: `[S]` int64, the turn's trajectory.
-    number: `[S]` int64, how many earlier replies the model wrote in this trajectory.
-    returns: `[S]` float64, discounted over turns.
-    state: two `[S]` int64, a hash of the state in which the turn begins; zeros without an anchor.
-    place: `[N]` int64, the turn of each trained token on this rank, -1 for other tokens.
+    trajectory: `[S]` int64, the index of the turn's trajectory.
+    number: `[S]` int64, how many replies the model wrote earlier in this trajectory.
+    returns: `[S]` float64, the sum of the rewards of this and later turns, discounted per turn.
+    state: two tensors `[S]` int64, the halves of a hash of the state in which the turn begins; zeros without an anchor.
+    place: `[N]` int64, the turn of each trained token on this rank; -1 for other tokens.
     """
 
     trajectory: Tensor
@@ -118,7 +121,7 @@ class Turns:
 
     @classmethod
     def of(cls, batch: TrajectoryBatch, *, discount: float, anchor: str = "") -> Turns:
-        """Build the table of turns. anchor: as in gigpo, or '' for no states. Collective: every rank calls it."""
+        """Build the table of turns. anchor: as in `gigpo`; '' computes no states. Collective: every rank calls it."""
         mask = batch["loss_mask"].bool()
         written, bounds = turns_of(written_tokens(batch), batch.cu_seqlens)
         is_trained = torch.zeros(int(bounds[-1]), dtype=torch.bool)  # [replies on this rank]
@@ -150,8 +153,9 @@ class Turns:
 def states(batch: TrajectoryBatch, written: Tensor, anchor: str) -> Tensor:
     """Return a 128-bit hash of the state before each reply on this rank, `[2, replies]` int64.
 
-    written: `[N]`, each token's reply, -1 for tokens that the model did not write. anchor: observation hashes only the
-    tokens after the previous reply, history all of the trajectory's.
+    written: `[N]`, the reply that each token belongs to; -1 for tokens that the model did not write. anchor:
+    `observation` hashes only the tokens after the previous reply, `history` all tokens of the trajectory before this
+    reply.
     """
     first = first_of_turn(written)
     begin = batch.cu_seqlens[batch.sequence_ids[first]]

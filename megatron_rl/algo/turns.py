@@ -9,7 +9,10 @@ from megatron_rl.types import prefix_sums
 
 
 def turns_of(mask: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each token's turn, `[N]` int64, -1 outside the mask, and the sequences' bounds in turns `[B + 1]`."""
+    """Return the turn of each token, `[N]` int64, and the bounds of the sequences in turns, `[B + 1]`.
+
+    Turns are numbered over the whole batch. Tokens outside the mask get -1.
+    """
     begins = mask.clone()
     begins[1:] &= ~mask[:-1]
     # A turn ends with its sequence. An empty last sequence starts after the last token and is excluded.
@@ -29,7 +32,7 @@ def first_of_turn(turn: Tensor) -> Tensor:
 
 
 def spread_over_turns(values: Tensor, turn: Tensor) -> Tensor:
-    """Give each token its turn's value, `[turns]` -> `[N]`; 0 for tokens outside all turns."""
+    """Give each token the value of its turn: `[turns]` -> `[N]`. Tokens outside all turns get 0."""
     result = values.new_zeros(len(turn))
     result[turn >= 0] = values[turn[turn >= 0]]
     return result

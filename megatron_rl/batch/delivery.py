@@ -1,8 +1,8 @@
 """Sends bytes to the ranks that need them, over the control process group.
 
-A rank receives each byte once. Bytes go from the first rank of one replica to the first rank of another; within a
-replica they spread as a binary tree. Every function is collective: all ranks call it with the same plan, and sizes that
-follow from the plan are not communicated.
+A rank receives each byte once. Bytes go from the first rank of one replica to the first rank of another, and from there
+to the replica's other ranks along a binary tree. Every function is collective: all ranks call it with the same plan.
+Sizes that follow from the plan are not communicated.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ def token_layout(batch: TrajectoryBatch) -> Layout:
 def gather(own: Tensor, sizes: Sequence[int], groups: ParallelGroups) -> Tensor:
     """Return the bytes of all replicas, concatenated, on every rank.
 
-    own: uint8, this replica's bytes; read only on its first rank. sizes: number of bytes of each replica. In round k
-    each first rank has the bytes of 2^k replicas and receives as many again, so no byte is sent twice.
+    own: this replica's bytes, as uint8. They are read only on the replica's first rank.
+    sizes: the number of bytes of each replica.
+
+    Each round doubles the number of replicas whose bytes a first rank has. No byte is sent to a rank twice.
     """
     place, leaders = groups.data.rank, [ranks[0] for ranks in groups.replicas]
     if groups.rank != leaders[place]:
@@ -61,10 +63,13 @@ def spread(flat: Tensor, groups: ParallelGroups) -> Tensor:
 def deliver(
     held: TrajectoryBatch, layout: Layout, *, lengths: Tensor, sender: Tensor, owner: Tensor, groups: ParallelGroups
 ) -> TrajectoryBatch:
-    """Send trajectories' tokens to the replicas of `groups`. Return this replica's trajectories, in the step's order.
+    """Send trajectories' tokens to the replicas of `groups`, and return those that this rank's replica receives.
 
-    held: on a sending rank, the trajectories that it holds, in order; ignored on others. lengths, sender, owner: `[B]`,
-    each trajectory's number of tokens, the rank that holds it, and the replica that receives it.
+    The result is in the order of the step's trajectories.
+    held: the trajectories that this rank sends, in the order of the step. Ranks that send nothing may pass anything.
+    lengths: `[B]`, the number of tokens of each trajectory of the step.
+    sender: `[B]`, the rank that holds each trajectory.
+    owner: `[B]`, the replica that receives each trajectory.
     """
     ranks = groups.replicas[groups.data.rank]
     parts: dict[int, TrajectoryBatch] = {}
@@ -99,7 +104,10 @@ def deliver(
 def _swapped(
     parts: dict[int, tuple[Tensor, Tensor]], from_ranks: list[int], layout: Layout, groups: ParallelGroups
 ) -> dict[int, tuple[Tensor, Tensor]]:
-    """Send each rank its part (columns' sizes in bytes, their bytes), and return the parts from `from_ranks`."""
+    """Send each rank its entry of `parts`, and return what the other ranks of `from_ranks` sent, by rank.
+
+    A part is a pair of tensors: the size of each column in bytes, and the bytes of all columns.
+    """
     found = {rank: torch.empty(len(layout), dtype=torch.int64) for rank in from_ranks if rank != groups.rank}
     works = [work for rank, (sizes, _) in parts.items() for work in _send(sizes, rank, groups)]
     _wait([*works, *(work for rank, sizes in found.items() for work in _receive(sizes, rank, groups))])

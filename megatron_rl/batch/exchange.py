@@ -21,20 +21,22 @@ from megatron_rl.types import MicroBatch, TrajectoryBatch
 
 Compute = Callable[[TrajectoryBatch], Tensor]
 LENGTH, PLACE, SHARED = ".length", ".place", ".shared"
-"""Names of extra numbers sent for each trajectory: its length, and the two numbers of `packing.beginnings`."""
+"""Names of three numbers that are sent along for each trajectory: its length, and the two columns of
+`packing.beginnings`."""
 
 Table = list[tuple[str, torch.dtype]]
-"""Names and dtypes of the number columns; the same on all ranks."""
+"""Name and dtype of each column that has one number per trajectory; the same on all ranks."""
 
 
 def share_out(
     own: TrajectoryBatch | None, groups: ParallelGroups, *, updates: int, seed: int, share_prompts: bool = False
 ) -> StepBatch:
-    """Distribute the step's trajectories, each token to the replica that trains it. Collective: all ranks call it.
+    """Distribute the step's trajectories: each one goes to the replica that trains it. Collective: all ranks call it.
 
-    own: a rollout rank's trajectories, None on other ranks. The result has the trajectories in rank order, with `group`
-    numbers made unique. They are shuffled by `seed` into `updates` optimizer steps. Greedy replies (`is_greedy`) are
-    only scored. With `share_prompts`, groups stay together as far as balanced shares allow.
+    own: the trajectories of a rollout rank, and None on other ranks. The result has the trajectories in rank order, and
+    `group` numbers that are unique over all ranks. The trajectories are divided into `updates` optimizer steps, in an
+    order shuffled by `seed`. Greedy replies (`is_greedy`) belong to no optimizer step: they are only scored. With
+    `share_prompts`, a group's trajectories get the same update and replica as far as balanced shares allow.
 
     Raises RuntimeError on all ranks if rollout ranks have different columns.
     """
@@ -73,10 +75,10 @@ def gather_numbers(
 ) -> tuple[dict[str, Tensor], Tensor] | None:
     """Return the columns `[B]` of all rollout ranks, and the rank `[B]` that holds each trajectory. Collective.
 
-    numbers: `[n]` columns of a rollout rank's own trajectories, as named in `table`. A rank with different columns
-    passes {}, and then all ranks return None. The result has the trajectories in rank order, with `group` numbers made
-    unique. int64 columns belong to prompts, and are sent once per run of equal rows, because a group's trajectories are
-    adjacent.
+    numbers: the columns `[n]` of a rollout rank's own trajectories, as named in `table`. A rank whose columns differ
+    from `table` passes {}, and then all ranks return None. The result has the trajectories in rank order, and `group`
+    numbers that are unique over all ranks. A column of int64 has one value per prompt. It is sent once per run of equal
+    rows, because the trajectories of a group are adjacent.
     """
     of_prompts = [name for name, dtype in table if dtype == torch.int64]
     singly = [(name, dtype) for name, dtype in table if dtype != torch.int64]
@@ -111,7 +113,7 @@ def gather_numbers(
 
 
 def _runs_of(rows: Tensor) -> Tensor:
-    """Run-length encode rows: `[n, k]` -> `[R, 1 + k]`, each run's length followed by its row."""
+    """Find runs of equal consecutive rows: `[n, k]` -> `[R, 1 + k]`, the length of each run followed by its row."""
     found, counts = torch.unique_consecutive(rows, dim=0, return_counts=True) if len(rows) else (rows, rows[:, 0])
     return torch.cat([counts[:, None], found], dim=1)
 
@@ -125,7 +127,11 @@ def plan_step(
     seed: int,
     begin: Tensor | None = None,
 ) -> SharePlan:
-    """Plan which replica trains which trajectory in which update, from the whole step's `[B]` columns."""
+    """Plan the update that trains each trajectory, and the replica that computes all passes over it.
+
+    sequences, lengths: columns `[B]` of the whole step. begin: the result of `packing.beginnings` for the whole step,
+    if prompts are shared.
+    """
     is_trained = sequences["is_greedy"] == 0 if "is_greedy" in sequences else torch.ones(len(lengths), dtype=torch.bool)
     group = sequences["group"]
     update = torch.full((len(lengths),), updates)
@@ -147,7 +153,11 @@ def pack_alike(
     share_prompts: bool = False,
     final_rows: bool = True,
 ) -> list[MicroBatch]:
-    """Pack this rank's share into as many microbatches as the rank that needs most of them. Collective."""
+    """Pack this rank's trajectories into microbatches, equally many on every rank. Collective: all ranks call it.
+
+    The number of microbatches is the largest number that any rank needs. The options are those of `packing.pack` and
+    `packing.least_microbatches`.
+    """
     options = {"share_prompts": share_prompts, "final_rows": final_rows}
     least = least_alone(batch, tokens_per_microbatch, multiple_of, allow_longer=allow_longer, **options)
     count = torch.tensor([least])
@@ -163,9 +173,10 @@ def least_alone(
 
 
 def own_share(batch: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: bool = False) -> TrajectoryBatch:
-    """Return this data-parallel rank's share of a batch that every rank has, balanced like a step's batch.
+    """Return this data-parallel rank's share of a batch that every rank has.
 
-    With `share_prompts`, the trajectories of a group stay together as far as balanced shares allow.
+    The shares of all ranks have about the same estimated cost. With `share_prompts`, the trajectories of a group stay
+    together as far as balanced shares allow.
     """
     options = {"group": batch.sequences.get("group"), "pair": batch.sequences.get("pair")}
     if share_prompts:
@@ -178,9 +189,10 @@ def own_share(batch: TrajectoryBatch, groups: ParallelGroups, *, share_prompts: 
 def by_token(
     batch: TrajectoryBatch, groups: ParallelGroups, compute: Compute, *, share_prompts: bool = False
 ) -> Tensor:
-    """Apply `compute` to a batch that every rank has, each data-parallel rank to its share. Returns `[N]` float32.
+    """Apply `compute` to a batch that every rank has. Returns one value per token, `[N]` float32, on every rank.
 
-    Collective: all ranks call it with the same batch. `compute` uses an engine in the layout of `groups`.
+    Each data-parallel rank applies `compute` to its share of the batch, and the results are combined. Collective: all
+    ranks call it with the same batch. `compute` must use an engine in the layout of `groups`.
     """
     rows = {"row": torch.arange(len(batch["input_ids"]))}  # travels with the tokens and says where results belong
     numbered = dataclasses.replace(batch, tokens=batch.tokens | rows)

@@ -1,8 +1,9 @@
 """Packs trajectories into microbatches and shifts the labels. No other module shifts them.
 
 In a trajectory, entry t belongs to token t. In a microbatch, row t is the prediction made after reading token t, and
-every per-token tensor of row t describes `labels[t]`. `to_microbatch` shifts, and `MicroBatch.source` maps back. Two
-trajectories, a b C D (capital letters are trained) and e F G, as one microbatch:
+every per-token tensor of row t describes the predicted token, `labels[t]`. `to_microbatch` shifts, and
+`MicroBatch.source` maps back. For example, two trajectories, a b C D (capital letters are trained) and e F G, as one
+microbatch:
 
     row          0  1  2  3 | 4  5  6      cu_seqlens = [0, 4, 7]
     input_ids    a  b  C  D | e  F  G      read in this row
@@ -10,8 +11,8 @@ trajectories, a b C D (capital letters are trained) and e F G, as one microbatch
     positions    0  1  2  3 | 0  1  2
     source       1  2  3 -1 | 5  6 -1      index in the batch of the token predicted in this row; -1 at a sequence's end
 
-Every sequence that has tokens goes whole into one microbatch, and nothing is padded. With `share_prompts` a model may
-compute fewer rows. All replies of one group begin with the same prompt, whose rows are computed once and read by all of
+Every sequence that has tokens goes whole into one microbatch, and nothing is padded. With `share_prompts`, a model may
+compute fewer rows: all replies of one group begin with the same prompt, whose rows are computed once and read by all of
 them. For example, the two replies a b C D and a b F to the prompt a b:
 
     row          0  1  2  3 | 4  5  6      T = 7
@@ -59,10 +60,10 @@ def to_microbatch(
     Empty trajectories are skipped, because not every attention kernel accepts them. If none is left, the microbatch has
     one untrained token, so that the rank still takes part in collectives.
 
-    share_prompts: compute a prefix that several trajectories of one `group` share only once.
-    final_rows: also compute the last row of each sequence. A loss on log-probabilities does not need it, because the
-      token that it predicts was never sampled.
-    families: the families of `indices`, if already known.
+    share_prompts: True to compute a prefix that several trajectories of one `group` have in common only once.
+    final_rows: True to compute the last row of each sequence too. A loss on log-probabilities does not need it, because
+      the token that it predicts was never sampled.
+    families: the families of `indices`, if they are already known.
     """
     chosen = torch.tensor(indices, dtype=torch.int64)
     chosen = chosen[batch.lengths[chosen] > 0]
@@ -109,7 +110,10 @@ def _needed_rows(lengths: Tensor, final_rows: bool) -> Tensor:
 def _computed_rows(
     cu_seqlens: Tensor, positions: Tensor, sequence: Tensor, needed: Tensor, families: list[Family]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Build MicroBatch's `computed`, `read` and `segments`. sequence: `[T]`. needed: `[B]` rows of each sequence."""
+    """Build the fields `computed`, `read` and `segments` of a MicroBatch.
+
+    sequence: `[T]`, the sequence of each row. needed: `[B]`, how many rows of each sequence are needed.
+    """
     own = needed.tolist()
     alone = set(range(len(own))).difference(*(family.members for family in families))
     trees = sorted(families + [Family([number], [0]) for number in alone], key=lambda family: min(family.members))
@@ -138,24 +142,26 @@ def _computed_rows(
 
 @dataclass(frozen=True)
 class Family:
-    """Sequences with a common prefix, sorted by tokens, so that the longest common prefixes are between neighbors.
+    """Sequences with a common prefix. They are sorted by tokens, so that neighbors share the longest prefixes.
 
-    shared: for each member, how many of its tokens the previous member has already computed; 0 for the first.
+    shared: for each member, how many of its first tokens are not computed again, because the previous member has them
+    too; 0 for the first member.
     """
 
     members: list[int]
     shared: list[int]
 
     def clamped(self, rows: list[int]) -> Family:
-        """Return a copy with shared prefixes cut to the needed rows. rows[i]: rows needed from sequence i."""
+        """Return a copy whose shared prefixes end with the needed rows. rows[i]: needed rows of sequence i."""
         pairs = zip(self.members, self.members[1:], self.shared[1:], strict=False)
         return Family(self.members, [0, *(min(shared, rows[a], rows[b]) for a, b, shared in pairs)])
 
 
 def branches(family: Family, rows: list[int]) -> Iterator[tuple[int, int, list[int]]]:
-    """Walk a family's tree, parents before children. Yields (start, end, the members that have these rows in common).
+    """Walk the tree of a family's prefixes, parents before children, and yield each branch.
 
-    rows[i]: rows needed from sequence i.
+    A branch is (start, end, members): the members have the rows from start to end in common. rows[i]: how many rows of
+    sequence i are needed.
     """
     family = family.clamped(rows)
     waiting = [(0, len(family.members), 0)]  # first member, end of members, and the position where their branch starts
@@ -173,14 +179,16 @@ def branches(family: Family, rows: list[int]) -> Iterator[tuple[int, int, list[i
 WORTH_SHARING = 0.1
 """A family shares prefixes only if that saves at least this fraction of its rows, because it copies keys and values."""
 WORTH_A_BRANCH = 0.01
-"""A branch, which costs an attention call, must save at least this fraction of its rows and its descendants' rows."""
+"""A branch is kept only if sharing it saves at least this fraction of the rows in it and in its descendants, because
+each branch costs an attention call."""
 
 
 def beginnings(batch: TrajectoryBatch, indices: Tensor | None = None) -> Tensor:
-    """Find the common prefixes of the trajectories of each `group`, as `[B, 2]` int64.
+    """Find the common prefixes of the trajectories in each `group`. Returns `[B, 2]` int64.
 
-    The columns are a trajectory's position in its group sorted by tokens, and the length of the prefix that it shares
-    with the one before it. indices: the trajectories to compare; default: all.
+    The first column is a trajectory's position when its group is sorted by tokens. The second is the length of the
+    prefix that it shares with the trajectory at the previous position. indices: the trajectories to compare; default:
+    all.
     """
     chosen = torch.arange(len(batch)) if indices is None else indices
     group = batch.sequences.get("group")
@@ -232,7 +240,10 @@ def _common_length(one: np.ndarray, other: np.ndarray) -> int:
 
 
 def families_of(lengths: Tensor, group: Tensor | None, begin: Tensor) -> list[Family]:
-    """Group trajectories into families that are computed together. lengths, group: `[B]`. begin: from `beginnings`."""
+    """Group trajectories into families that are computed together.
+
+    lengths, group: `[B]`, the trajectories' lengths and prompts. begin: the result of `beginnings`.
+    """
     if group is None:
         return []
     tokens, places, shared = lengths.tolist(), *begin.T.tolist()
@@ -246,7 +257,7 @@ def families_of(lengths: Tensor, group: Tensor | None, begin: Tensor) -> list[Fa
 
 
 def _worthwhile(family: Family, tokens: list[int]) -> Family:
-    """Remove branches that save too little; their children then start where the removed branch started."""
+    """Remove the branches that save too little. The children of a removed branch then start where it started."""
     kept = [0] * len(family.members)
     waiting = [(0, len(kept), 0)]  # first member, end of members, and the position where their branch starts
     while waiting:
@@ -265,7 +276,7 @@ def _worthwhile(family: Family, tokens: list[int]) -> Family:
 
 @dataclass(frozen=True)
 class Unit:
-    """Trajectories that are computed together: a family's part with its rows and its `estimated_cost`."""
+    """Trajectories that are computed together, with the number of their rows and their `estimated_cost`."""
 
     members: list[int]
     shared: list[int]
@@ -278,7 +289,7 @@ def units(
 ) -> list[Unit]:
     """Divide trajectories into units that are computed together.
 
-    A unit is a pair, several members of a family with at most `most_rows` rows, or a single trajectory.
+    A unit is a pair, a single trajectory, or several members of a family that have at most `most_rows` rows together.
     """
     needed = _needed_rows(batch.lengths, final_rows).tolist()
     found = families_of(batch.lengths, batch.sequences.get("group"), beginnings(batch)) if share_prompts else []
@@ -286,7 +297,10 @@ def units(
 
 
 def divide(rows: list[int], families: list[Family], pair: Tensor | None, most_rows: int) -> list[Unit]:
-    """Divide trajectories as `units` does, given their needed rows, families and pair numbers `[B]`."""
+    """Divide trajectories into units, as `units` does.
+
+    rows: the number of needed rows of each trajectory. pair: pair numbers `[B]`.
+    """
     result, together = [], set()
     for family in families:
         together.update(family.members)
@@ -298,7 +312,7 @@ def divide(rows: list[int], families: list[Family], pair: Tensor | None, most_ro
 
 
 def _inseparable(pair: Tensor | None, indices: list[int]) -> list[list[int]]:
-    """Group the trajectories `indices` by pair. Without pairs, each trajectory is its own group."""
+    """Group the trajectories `indices` by pair. If there are no pairs, each trajectory is a group of its own."""
     if pair is None:
         return [[index] for index in indices]
     return [[indices[place] for place in members] for members in _by_group(pair[indices])]
@@ -338,14 +352,20 @@ def _unit(family: Family, rows: list[int]) -> Unit:
 
 
 def _described_token(values: Tensor, source: Tensor, key: str) -> Tensor:
-    """Return each row's entry of a column: `[N, ...]` -> `[T, ...]`. Rows that describe no token get a neutral one."""
+    """Take from a column the entry that describes each row: `[N, ...]` -> `[T, ...]`.
+
+    Rows that describe no token get NO_TOKEN in the column of supports, and 0 in other columns.
+    """
     nothing = support.NO_TOKEN if key == support.COLUMN else 0
     missing = (source < 0).view(-1, *[1] * (values.ndim - 1))
     return values[source.clamp_min(0)].masked_fill(missing, nothing)
 
 
 def _untrained_token(batch: TrajectoryBatch) -> TrajectoryBatch:
-    """Return one untrained token, with the columns of `batch`: every rank's loss must return the same statistics."""
+    """Return a batch of one untrained token, with the columns of `batch`.
+
+    It stands in for an empty microbatch, because the loss must return the same statistics on every rank.
+    """
     fill = {routes.COLUMN: routes.NO_ROUTE}
     tokens = {key: value.new_full((1, *value.shape[1:]), fill.get(key, 0)) for key, value in batch.tokens.items()}
     sequences = {key: torch.zeros(1, dtype=value.dtype) for key, value in batch.sequences.items()}
@@ -353,9 +373,10 @@ def _untrained_token(batch: TrajectoryBatch) -> TrajectoryBatch:
 
 
 def scatter_rows(microbatches: list[MicroBatch], rows: list[Tensor], token_count: int) -> Tensor:
-    """Undo the packing and the shift: `[T]` results per microbatch -> `[token_count]`, 0 for tokens not predicted.
+    """Undo the packing and the shift: turn results per row into one result per token, `[token_count]`.
 
-    Runs on the host, where the microbatches are: selecting by a mask on a device would synchronize.
+    rows: a tensor `[T]` of results for each microbatch. Tokens that no row predicts get 0. This runs on the host, where
+    the microbatches are, because selecting by a mask on a device would wait for the device.
     """
     result = torch.zeros(token_count, dtype=rows[0].dtype)
     for microbatch, values in zip(microbatches, rows, strict=True):
@@ -376,7 +397,7 @@ def estimated_cost(lengths: Tensor) -> Tensor:
 def split_evenly(costs: list[float], parts: int) -> list[list[int]]:
     """Split indices into `parts` lists of nearly equal cost, each in ascending order.
 
-    The costliest index comes first, and each goes to the list that is cheapest so far.
+    The indices are assigned in descending order of cost. Each one goes to the list that is cheapest so far.
     """
     heap = [(0.0, part) for part in range(parts)]
     lists: list[list[int]] = [[] for _ in range(parts)]
@@ -412,10 +433,10 @@ def least_microbatches(
 def plan(
     lengths: list[int], tokens_per_microbatch: int, count: int, costs: list[float] | None = None
 ) -> list[list[int]]:
-    """Split indices of sequences into `count` lists, each within the budget or with a single longer sequence.
+    """Split the indices of sequences into `count` lists. Each list fits the budget or is a single longer sequence.
 
-    Costs (default `estimated_cost(lengths)`) are balanced as well as the budget allows. The costliest list comes first,
-    so that ranks with similar shares do similar work at the same time. Empty sequences are in no list. Raises
+    Costs (default: `estimated_cost(lengths)`) are balanced as well as the budget allows. The costliest list comes
+    first, so that ranks with similar shares do similar work at the same time. Empty sequences are in no list. Raises
     ValueError if `count` is below `least_microbatches`.
     """
     order = _longest_first(lengths)
@@ -463,7 +484,7 @@ def _longest_first(lengths: list[int]) -> list[int]:
 
 
 class _Bins:
-    """Microbatches being filled, longest sequences first. Placing a sequence takes O(log count) on average."""
+    """Microbatches that are being filled, longest sequences first. Placing a sequence takes O(log count) on average."""
 
     def __init__(self, lengths: list[int], budget: int, count: int, costs: list[float] | None = None) -> None:
         # A longer sequence counts as the whole budget: it needs an empty bin and fills it.
@@ -476,7 +497,7 @@ class _Bins:
         self.costs = [0.0] * count
 
     def place_in_cheapest(self, order: list[int]) -> bool:
-        """Put each sequence into the cheapest bin with room; return False as soon as none has room."""
+        """Put each sequence into the cheapest bin with room for it. Return False once a sequence fits into no bin."""
         cheapest = [(0.0, part) for part in range(len(self.parts))]
         crowded: list[tuple[int, int]] = []  # heap of (-room, bin): too full for this sequence, not for shorter ones
         for index in order:  # sizes decrease, so a bin that was too full may fit again
@@ -495,7 +516,7 @@ class _Bins:
         return True
 
     def place_in_fullest(self, order: list[int]) -> bool:
-        """Put each sequence into the fullest bin with enough room (best fit); return False as soon as none has room."""
+        """Put each sequence into the fullest bin with room for it. Return False once a sequence fits into no bin."""
         by_room = sorted((-room, part) for part, room in enumerate(self.room))  # the fullest last
         for index in order:
             # The last entry with -room <= -size; len(self.parts) is above all bins' numbers.

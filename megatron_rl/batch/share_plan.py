@@ -18,7 +18,8 @@ UNITS_PER_RANK = 16
 def plan_updates(count: int, updates: int, *, seed: int, group: Tensor | None = None) -> Tensor:
     """Assign each trajectory to an update: `[count]` int64. The sizes of updates differ by at most one.
 
-    group: prompts' numbers. Their trajectories stay together, but for groups at a cut between two updates.
+    group: the prompt number of each trajectory. If it is given, the trajectories of a prompt go to the same update,
+    except where the boundary between two updates divides a prompt.
     """
     generator = torch.Generator().manual_seed(seed)
     if group is None:
@@ -44,8 +45,10 @@ def plan_owners(
 ) -> Tensor:
     """Assign each trajectory to a replica: `[B]` int64.
 
-    Within an update, and over all updates, replicas differ by at most the cost of one unit. All tensors are `[B]`.
-    begin: `packing.beginnings`, if families are computed together. pair: pair numbers; pairs stay together.
+    The costs of two replicas differ by at most the cost of one unit, both within an update and over all updates. All
+    tensors are `[B]`.
+    begin: the result of `packing.beginnings`, if families are computed together.
+    pair: pair numbers. The two replies of a pair go to the same replica.
     """
     owner = torch.zeros(len(update), dtype=torch.int64)
     if replicas == 1:

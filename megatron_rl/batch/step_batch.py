@@ -1,4 +1,4 @@
-"""A rank's view of a step's trajectories: the numbers of all, and the tokens of those that its replica trains."""
+"""A rank's view of a step: numbers of all trajectories, and the tokens of those that its replica trains."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ from megatron_rl.types import TrajectoryBatch, prefix_sums
 
 @dataclass(frozen=True, kw_only=True)
 class SharePlan:
-    """Which replica trains which trajectory in which update; the same on all ranks. Tensors are `[B]` int64."""
+    """The plan of a step: the update and the replica that train each trajectory; the same on all ranks.
+
+    All tensors are `[B]` int64.
+    """
 
     groups: ParallelGroups
     updates: int
@@ -29,7 +32,7 @@ class SharePlan:
     begin: Tensor | None = None  # packing.beginnings, if families are computed together
 
     def in_layout(self, groups: ParallelGroups) -> SharePlan:
-        """Return the plan for the ranks of another layout, with the same updates."""
+        """Return a plan for the replicas of another layout. The trajectories keep their updates."""
         columns = {"group": self.group, "begin": self.begin}
         owner = share_plan.plan_owners(self.update, self.lengths, groups.data.size, **columns)
         return replace(self, groups=groups, owner=owner)
@@ -67,7 +70,7 @@ class StepBatch(TrajectoryBatch):
 
     @classmethod
     def of_tokens(cls, own: TrajectoryBatch, sequences: dict[str, Tensor], plan: SharePlan, **more: Any) -> Self:
-        """Build the batch from a plan. own: tokens of this replica's trajectories, in their order."""
+        """Build the batch from a plan. own: the trajectories of this replica with their tokens, in the step's order."""
         here = plan.lengths.where(plan.owner == plan.groups.data.rank, 0)
         return cls(**_fields(own) | {"sequences": sequences, "cu_seqlens": prefix_sums(here)}, plan=plan, **more)
 
@@ -108,7 +111,10 @@ class StepBatch(TrajectoryBatch):
         )
 
     def by_sequence(self, compute: Callable[[TrajectoryBatch], Tensor]) -> Tensor:
-        """Apply `compute` to each replica's own trajectories. Returns its values for the whole step, `[B]` float32."""
+        """Let every replica apply `compute` to its own trajectories. Returns the values of all, `[B]` float32.
+
+        `compute` returns one value for each trajectory of the batch that it gets.
+        """
         found = torch.zeros(len(self))
         found[self._is_here] = compute(self.own()).cpu().float()
         return self.completed(found)
@@ -130,7 +136,7 @@ class StepBatch(TrajectoryBatch):
     # -- other layouts ------------------------------------------------------------------------------------------------
 
     def in_layout(self, groups: ParallelGroups) -> StepBatch:
-        """Return the same step distributed for another layout. Tokens are sent once per layout."""
+        """Return the same step distributed for another layout. The first call for a layout sends the tokens."""
         if groups is self.plan.groups:
             return self
         if id(groups) not in self._in_layouts:
@@ -142,7 +148,7 @@ class StepBatch(TrajectoryBatch):
         return self._in_layouts[id(groups)]
 
     def taken_from(self, other: StepBatch, column: Tensor) -> Tensor:
-        """Redistribute a per-token column `[N]` of `other`, the same step in another layout, to this batch's layout."""
+        """Bring a per-token column `[N]` of `other` to this batch. `other` is the same step in another layout."""
         if other is self:
             return column
         one = TrajectoryBatch({"column": column}, {}, other.cu_seqlens)
@@ -155,7 +161,7 @@ def _fields(batch: TrajectoryBatch) -> dict[str, Any]:
 
 
 def _delivered(batch: StepBatch, groups: ParallelGroups, owner: Tensor) -> TrajectoryBatch:
-    """Send the tokens of a batch to other replicas. owner: `[B]`, the replica of `groups` that gets each trajectory."""
+    """Send the tokens of a batch to the replicas of `groups`. owner: `[B]`, the replica that gets each trajectory."""
     leaders = torch.tensor([ranks[0] for ranks in batch.plan.groups.replicas])
     plan = {"lengths": batch.lengths, "sender": leaders[batch.plan.owner], "owner": owner}
     return delivery.deliver(batch.own(), delivery.token_layout(batch), **plan, groups=groups)

@@ -1,7 +1,7 @@
 """LoRA adapters on Megatron's linear layers: y = W x + scale lora_B (lora_A x), with W frozen.
 
-Adapters are split over tensor ranks as W is: lora_A if W is split by columns, lora_B if W is split by rows. Ranks
-exchange only lora_A x, which has `rank` numbers per token and projection.
+Adapters are split over tensor ranks like W: if W is split by columns, so is lora_A; if W is split by rows, so is
+lora_B. Ranks exchange only lora_A x, which has `rank` numbers per token and projection.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ from megatron_rl.weights.tensor_rules import Columns, GateUp, Replicated, Rule
 
 
 class Adapter(nn.Module):
-    """This rank's part of one matrix's adapter, which maps the matrix's input and output to the adapted output.
+    """This rank's part of the adapter of one matrix. It maps the matrix's input and output to the adapted output.
 
-    lora_A: `[projections of a fused matrix x rank, this rank's columns]`; lora_B: `[this rank's rows, rank]`.
+    lora_A: `[projections x rank, this rank's columns]`. A fused matrix consists of several projections.
+    lora_B: `[this rank's rows, rank]`.
     """
 
     lent: tuple[Tensor, Tensor, float] | None = None
-    """lora_A, lora_B and scale of another model with the same base, to use instead of this adapter's own."""
+    """lora_A, lora_B and scale of another model with the same base weights. If set, they are used instead of this
+    adapter's own."""
 
     def __init__(
         self, weight: Tensor, rule: Rule, arch: Architecture, lora: LoraConfig, axis: Axis, *, config: TransformerConfig
@@ -101,7 +103,7 @@ class Adapter(nn.Module):
         return self._add(inner, self.wide_b(lora_b), output, scale)
 
     def adapt(self, linear: nn.Module, inputs: tuple[Tensor, ...], output: Any) -> Any:
-        """Adapt a matrix's output; a forward hook of the matrix."""
+        """Return the matrix's output, adapted. This is a forward hook of the matrix."""
         if isinstance(output, Tensor):
             return self(inputs[0], output)
         return self(inputs[0], output[0]), *output[1:]
@@ -131,7 +133,7 @@ class Adapter(nn.Module):
 
 
 class _Numbered:
-    """A weight source that fills each projection's tensor with the projection's index in `names`, or -1."""
+    """A weight source that fills each projection's tensor with the index of the projection in `names`, or with -1."""
 
     def __init__(self, names: list[str]) -> None:
         self.numbers = {name: number for number, name in enumerate(names)}
@@ -162,7 +164,10 @@ class Adapters:
             adapter.scale = scale
 
     def lend(self, parts: Sequence[Tensor], scale: float) -> None:
-        """Let calls use another model's adapters until `give_back`. parts: in the order of `parameters`."""
+        """Make the adapters use another model's lora_A and lora_B until `give_back`.
+
+        parts: the other model's parameters, in the order of `parameters`. scale: the other model's scale.
+        """
         for number, adapter in enumerate(self._in_order):
             adapter.lent = (parts[2 * number], parts[2 * number + 1], scale)
 
@@ -209,7 +214,7 @@ class Adapters:
                 adapter.is_on = True
 
     def note_base(self, groups: ParallelGroups) -> None:
-        """Compute `sum_of_base`, a checksum of all frozen weights that is the same in every layout. Collective."""
+        """Set `sum_of_base`, a checksum of all frozen weights that is the same in every layout. Collective."""
         total = torch.zeros((), dtype=torch.int64, device=self._base[0][0].device)
         for weight, rule in self._base:
             is_expert, is_cut = rule.expert is not None, rule.layout.split_dim is not None

@@ -1,8 +1,8 @@
 """Causal attention over packed rows for Megatron's core-attention slot.
 
-On CUDA in 16-bit dtypes, it uses torch's or Transformer Engine's variable-length kernel, or FlexAttention if the shared
-keys of forked dialogues are not copied (forks.py). In all other cases, it makes one SDPA call for each group of equally
-shaped pieces (packed_rows.py).
+On CUDA in 16-bit dtypes, it uses the variable-length kernel of torch or of Transformer Engine. If the shared keys of
+forked dialogues are not copied, it uses FlexAttention instead (forks.py). In all other cases, it makes one SDPA call
+for each group of equally shaped pieces (packed_rows.py).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from megatron_rl.ops import fixed_order
 class PackedAttention(nn.Module):
     """Grouped-query causal attention. query `[R, heads, D]`, key and value `[R, kv_heads, D]` -> `[R, heads * D]`.
 
-    It applies the rotary embedding itself, because rows need not be in the order of their positions. Under context
-    parallelism, keys and values are gathered. The attributes below are set after building.
+    It applies the rotary embedding itself, because the rows of a sequence need not be in the order of their positions.
+    Under context parallelism, it gathers keys and values. The attributes below are set after the model is built.
     """
 
     rope: Rope | None = None  # None if queries and keys arrive already rotated
@@ -74,7 +74,7 @@ class PackedAttention(nn.Module):
 
     @property
     def _bounds(self) -> tuple[int, int]:
-        """Numbers of keys that a query attends to before and after its own key. -1: no limit."""
+        """Return how many keys a query attends to before its own key, and how many after it. -1 means no limit."""
         return -1 if self.window is None else self.window - 1, 0
 
     def _transformer_engine(self, query: Tensor, key: Tensor, value: Tensor, packed: PackedRows) -> Tensor:
@@ -157,9 +157,10 @@ class PackedAttention(nn.Module):
 
 
 class SinkAttention(ShardedModule, PackedAttention):
-    """PackedAttention with sinks (GPT-OSS): each head has a learned logit in its softmax, which stands for no key.
+    """PackedAttention with sinks (GPT-OSS). A sink is a learned logit per head in the softmax, which stands for no key.
 
-    Kernels divide by the sum of exp(score) without exp(sink), so their results are multiplied by the ratio of the sums.
+    Kernels divide by the sum of exp(score) without exp(sink). Their results are therefore multiplied by the ratio of
+    this sum to the sum with the sink.
     """
 
     cut = ("sinks",)
@@ -171,7 +172,10 @@ class SinkAttention(ShardedModule, PackedAttention):
         self.sinks = nn.Parameter(torch.empty(heads, dtype=config.params_dtype))
 
     def _dense(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool) -> Tensor:
-        """Compute dense attention with one more key of zeros, whose score is the sink, given by the additive mask."""
+        """Compute dense attention with one more key, whose values are zeros and whose score is the sink.
+
+        The additive mask gives the key this score. The arguments are as in `PackedAttention._dense`.
+        """
         pieces, heads, n, _ = query.shape
         m = key.shape[2]
         if is_causal:
@@ -205,10 +209,11 @@ class SinkAttention(ShardedModule, PackedAttention):
 
 
 class WithSinks(torch.autograd.Function):
-    """Attention with sinks, from a kernel without them, which is given as two functions.
+    """Attention with sinks, computed with a kernel that has none. The kernel is given as two functions.
 
     query: `[R, heads, D]`; key, value: `[K, kv_heads, D]`; sinks: `[heads]`.
-    forward: (query, key, value) -> result `[R, heads, D]`, log of the softmax's sum `[heads, R]` float32, kernel state.
+    forward: (query, key, value) -> (result `[R, heads, D]`, log of the softmax's sum `[heads, R]` float32, kernel
+      state).
     backward: (gradient, query, key, value, result, log of the sum, state) -> the gradients of query, key and value.
     """
 
@@ -234,7 +239,7 @@ class WithSinks(torch.autograd.Function):
 
 @functools.cache
 def transformer_engine_attention(heads: int, kv_heads: int, width: int, value_width: int, scale: float) -> nn.Module:
-    """Return Transformer Engine's attention over packed rows. Layers share it, because it has no parameters."""
+    """Return Transformer Engine's attention over packed rows. Layers share one module, because it has no parameters."""
     from transformer_engine.pytorch import DotProductAttention
 
     return DotProductAttention(
@@ -250,5 +255,8 @@ def transformer_engine_attention(heads: int, kv_heads: int, width: int, value_wi
 
 @functools.cache
 def takes_grouped_queries(attend: Callable) -> bool:
-    """Return True if `attend` supports fewer key heads than query heads. torch's function does from torch 2.12 on."""
+    """Return True if the function `attend` supports fewer key heads than query heads.
+
+    torch's function does from torch 2.12 on.
+    """
     return "enable_gqa" in inspect.signature(attend).parameters

@@ -64,11 +64,14 @@ SCHEDULE_KEYS = {
     "lr_decay_steps": "run.steps, in updates",
     "start_wd": "optimizer.weight_decay",
 }
-"""Maps Megatron's names of the schedule's parameters to our config keys."""
+"""Maps Megatron's name of each parameter of the schedule to our config key."""
 
 
 class CheckpointWriter:
-    """Writes checkpoints of models in one layout, one at a time, in forked processes. All ranks call every method."""
+    """Writes checkpoints of the models of one layout, one checkpoint at a time, in forked processes.
+
+    All ranks call every method.
+    """
 
     def __init__(self, groups: ParallelGroups) -> None:
         self.groups = groups
@@ -89,8 +92,9 @@ class CheckpointWriter:
     ) -> None:
         """Start writing a snapshot of `state`, after waiting for an earlier checkpoint. The state may then change.
 
-        is_carrying: the checkpoint also gets the tensors of `model_folder` that are not trained.
-        training: tensors that training changes during the save. The writers get copies of them.
+        head: as in MegatronEngine.
+        is_carrying: True to add the tensors of `model_folder` that are not trained to the checkpoint.
+        training: the tensors that training changes during the save. The writers get copies of them.
         in_background: True if training continues during the save. The writers then run at low priority.
         """
         self.finish(wait=True)
@@ -131,7 +135,10 @@ class CheckpointWriter:
         self.calls.schedule_async_request(request)
 
     def _copied(self, preload: Callable[[], list[Any]], training: list[Tensor]) -> list[Any]:
-        """Return Megatron's buckets, (file, key, (bytes, tensors)), with copies in place of `training`'s tensors."""
+        """Return the buckets that `preload` returns, with copies in place of the tensors in `training`.
+
+        A bucket is Megatron's tuple (file, key, (bytes, tensors)).
+        """
         # Compare storages, because Megatron's tensors are views. Nothing else changes during the save.
         storages = {tensor.untyped_storage().data_ptr() for tensor in training}
         buckets = preload()
@@ -144,9 +151,10 @@ class CheckpointWriter:
         ]
 
     def finish(self, *, wait: bool) -> bool:
-        """Publish the pending checkpoint if its writers are done. Returns True if no checkpoint is pending.
+        """Publish the pending checkpoint if its writers are done. Returns True if no checkpoint is pending afterwards.
 
-        Raises CheckpointError on all ranks if a writer failed. An earlier checkpoint of the same name stays intact.
+        wait: True to wait for the writers. Raises CheckpointError on all ranks if a writer failed. An earlier
+        checkpoint of the same name then stays intact.
         """
         if self.path is None:
             return True
@@ -182,19 +190,19 @@ class CheckpointWriter:
 
 
 def _in_words(reason: BaseException) -> str:
-    """Return an error's text. If it is Megatron's error for a killed writer, say that the process was killed."""
+    """Return the text of a writer's error. Megatron's text for a killed process is replaced by one that says so."""
     return "its process was killed" if "results_queue should not be empty" in str(reason) else str(reason)
 
 
 def _carry(model_folder: str | Path, target: Path) -> None:
-    """Copy the tensors of a model's folder that are not trained to the checkpoint `target`."""
+    """Copy the tensors that are not trained from the model's folder to the checkpoint `target`."""
     if names := tensors_without_rule(model_folder):
         (target / CARRIED).mkdir()
         hf_files.write_tensors(target / CARRIED, whole_tensors(model_folder, names))
 
 
 def carried_by(checkpoint: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a checkpoint holds unchanged, as the model's folder had them."""
+    """Yield the tensors that the checkpoint holds unchanged from the model's folder."""
     if (checkpoint / CARRIED).is_dir():
         yield from whole_tensors(checkpoint / CARRIED)
 
@@ -209,9 +217,10 @@ def _write_and_sum(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Run Megatron's writer, then checksum this rank's files while they are in the page cache.
+    """Run Megatron's writer, then compute the checksums of this rank's files while they are in the page cache.
 
-    Megatron's writer would wait forever for a killed child, so a SIGCHLD handler ends the writer.
+    If a child process is killed, Megatron's writer would wait for it forever. A SIGCHLD handler ends the writer
+    instead.
     """
     process_exit.die_with(trainer)
     process_exit.let_go_of_sockets()
@@ -239,7 +248,10 @@ def _join_writer(writer: int) -> None:
 
 
 def _fail_with_children(results: Any) -> None:
-    """If a child process failed, report this as the writer's result and exit. Other children end with the writer."""
+    """If a child process has failed, report the failure as the writer's result, and exit.
+
+    The writer's other children end with it.
+    """
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if code := os.waitstatus_to_exitcode(ended[1]):
@@ -249,9 +261,9 @@ def _fail_with_children(results: Any) -> None:
 
 
 def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = False) -> dict[str, Any]:
-    """Return the weights, or only the adapters, as shards named by global layer number, for any number of chunks.
+    """Return the weights, or only the adapters, as shards. They are named by global layer number, for any chunk count.
 
-    Quantization recipes' states are omitted: only some kinds of layers have them, and they are empty here.
+    The states of quantization recipes are omitted: only some kinds of layers have them, and they are empty here.
     """
     models: dict[str, Any] = {}
     for number, chunk in enumerate(chunks):
@@ -264,7 +276,7 @@ def model_state(chunks: list[Any], groups: ParallelGroups, *, adapters: bool = F
 def training_state(engine: MicrobatchEngine) -> tuple[dict[str, Any], list[OptimizerShards]]:
     """Return the state to save or to load: weights and optimizer as shards, schedule, version, random states.
 
-    Also returns a distributed optimizer's shards. After loading into the state, call `take_over` on each of them.
+    The second result is the list of the distributed optimizers' shards. After a load, call `take_over` on each of them.
     """
     start_adam(engine.optimizer)
     models = model_state(engine.chunks, engine.groups, adapters=engine.adapters is not None)
@@ -296,7 +308,7 @@ def training_state(engine: MicrobatchEngine) -> tuple[dict[str, Any], list[Optim
 
 
 def _lora_state(engine: MicrobatchEngine) -> dict[str, Any]:
-    """Return the LoRA options and the checksum of the frozen weights; {} for a model without adapters."""
+    """Return the LoRA options and the checksum of the frozen weights. For a model without adapters, return {}."""
     if engine.adapters is None:
         return {}
     lora = dataclasses.asdict(engine.config.lora)
@@ -358,7 +370,10 @@ def start_adam(optimizer: Any) -> None:
 
 
 def _start_hybrid(optimizer: HybridDeviceOptimizer) -> None:
-    """Create the state of a partly offloaded optimizer: run a step that changes no weight, and reset the step count."""
+    """Create the state of a partly offloaded optimizer.
+
+    It runs a step that changes no weight, and resets the step count.
+    """
     if optimizer.state:
         return
     groups = [group | {"params": []} for group in optimizer.param_groups]
@@ -377,7 +392,10 @@ def _start_hybrid(optimizer: HybridDeviceOptimizer) -> None:
 
 
 def _keep_step_count(state: dict[Any, Any], optimizers: list[Any]) -> None:
-    """Add the step count that all parameters share if it is missing: megatron.core 0.16 to 0.19 omits a count of 0."""
+    """Add the step count that all parameters share to the state, if it is missing.
+
+    megatron.core 0.16 to 0.19 omits a count of 0.
+    """
     for number, optimizer in enumerate(optimizers):
         part = state[number] if 0 in state else state
         inner = part.get("optimizer", part)
@@ -387,7 +405,11 @@ def _keep_step_count(state: dict[Any, Any], optimizers: list[Any]) -> None:
 
 
 def _random_state(groups: ParallelGroups, saved_layout: dict[str, int]) -> ShardedObject:
-    """Return this rank's random state to save or load. All ranks load the first rank's if the saved layout differs."""
+    """Return this rank's random state, to save it or to load into it.
+
+    saved_layout: the layout in which the checkpoint was saved. If this run's layout differs, all ranks load rank 0's
+    state.
+    """
     is_same = saved_layout == _layout(groups)
     return ShardedObject(
         f"random_state_{groups.rank if is_same else 0}",
@@ -413,6 +435,7 @@ def load(path: str | Path, engine: MicrobatchEngine, *, with_optimizer: bool, is
 
     Raises ValueError if the folder is no checkpoint, lacks a required optimizer, or differs from this run in its LoRA
     options, base weights, dtype or schedule. Raises RuntimeError if a file was modified or contains code.
+    with_optimizer: True to restore the optimizer, the schedule and the random states too.
     is_checked: True if the caller has already verified the files.
     """
     with refusing_code(path):
@@ -485,7 +508,7 @@ def _load_training(path: str, engine: MicrobatchEngine, common: dict[str, Any], 
 
 
 def draft_of(path: Path, groups: ParallelGroups) -> dict[str, Tensor]:
-    """Return the weights of the draft head in a checkpoint, in float32; {} if it has none. Every rank calls it."""
+    """Return the weights of a checkpoint's draft head, in float32; {} if it has no draft head. Every rank calls it."""
     if not _common_state(path).get("has_draft"):
         return {}
     wanted = {"draft": whole_in_checkpoint({}, groups)}
@@ -497,7 +520,10 @@ def has_mtp_layer(path: Path) -> bool:
 
 
 def mtp_layer_of(path: Path, arch: Architecture, groups: ParallelGroups) -> Iterator[tuple[str, Tensor]]:
-    """Yield the HF tensors of a checkpoint's multi-token-prediction layer, in one process. arch: the model's."""
+    """Yield the HF tensors of a checkpoint's multi-token-prediction layer. Call it in a single process.
+
+    arch: the architecture of the whole model.
+    """
     dtype, folder = _common_state(path)["dtype"], path / CARRIED
     config = EngineConfig(model=ModelConfig(path=str(path / HF_FILES), dtype=dtype), draft=DraftConfig(kind="mtp"))
     shapes = hf_shapes(arch.mtp_layer())
@@ -510,7 +536,7 @@ def mtp_layer_of(path: Path, arch: Architecture, groups: ParallelGroups) -> Iter
 
 
 def open_checkpoint(path: str | Path, groups: ParallelGroups) -> dict[str, Any]:
-    """Check every file against the manifest and return the unsharded state. Collective: ranks divide the files."""
+    """Check every file against the manifest and return the unsharded state. Collective: each rank checks some files."""
     path = Path(path)
     if groups.is_main:
         hf_files.recover_folder(path)  # finishes a save that was killed between its two renames
@@ -534,7 +560,10 @@ def _common_state(path: Path) -> dict[str, Any]:
 
 
 def _continued_schedule(mine: dict[str, Any], saved: dict[str, Any], path: str) -> dict[str, Any]:
-    """Return the saved schedule. Raises ValueError if it is not this run's; constant ones may differ in length."""
+    """Return the saved schedule. Raises ValueError if it is not the schedule of this run.
+
+    Constant schedules may differ in length.
+    """
     if mine["lr_decay_style"] == saved["lr_decay_style"] == "constant":
         saved = saved | {"lr_decay_steps": mine["lr_decay_steps"]}
     for name, key in SCHEDULE_KEYS.items():

@@ -10,11 +10,13 @@ from megatron_rl.parallel import Axis
 
 
 class Gathering:
-    """All-gather of rows `[R, ...]` over the context axis. It overlaps with the work before `rows()`, in both passes.
+    """All-gather of rows `[R, ...]` over the context axis. The work between its start and `rows()` overlaps with it.
 
-    gathering = Gathering(keys, context)
-    queries = project(hidden)
-    keys = gathering.rows()  # [size * R, ...] in rank order
+    The same holds in the backward pass.
+
+        gathering = Gathering(keys, context)
+        queries = project(hidden)
+        keys = gathering.rows()  # [size * R, ...] in rank order
     """
 
     def __init__(self, own: Tensor, axis: Axis) -> None:
@@ -60,7 +62,11 @@ class _Arrive(torch.autograd.Function):
 
 
 class _SumForAll(torch.autograd.Function):
-    """Not Megatron's function, whose output autograd takes for a view: a user's loss may change it in place."""
+    """Sum over ranks, in place of Megatron's function.
+
+    Autograd takes the output of Megatron's function for a view. This function's output is none, because a user's loss
+    may change it in place.
+    """
 
     @staticmethod
     def forward(ctx, part: Tensor, axis: Axis) -> Tensor:
@@ -74,5 +80,5 @@ class _SumForAll(torch.autograd.Function):
 
 
 def sum_for_all(part: Tensor, axis: Axis) -> Tensor:
-    """Sum `part` over the ranks. The computation after it must be the same on all ranks, and so is its gradient."""
+    """Sum `part` over the ranks. The sum is for a computation that is the same on all ranks, and so is its gradient."""
     return part if axis.size == 1 else _SumForAll.apply(part, axis)

@@ -21,7 +21,10 @@ CHUNK_ROWS = 64  # rows per chunk, which is what a kernel processes at a time. T
 
 
 class Sequences(NamedTuple):
-    """The S consecutive sequences of one call, described on the host so that the kernels need no device sync."""
+    """S consecutive sequences, on which kernels are called once.
+
+    They are described on the host, so that the kernels need not wait for the device.
+    """
 
     bounds: Tensor  # `[S + 1]` int64 prefix sums of the sequences' row counts
     chunks: Tensor  # `[chunks, 2]` int64: each chunk's sequence, and the chunk's index within that sequence
@@ -44,7 +47,7 @@ class Depth(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The K rows before each of S segments: the initial inputs of a convolution over K rows."""
+    """The K rows before each of S segments. They are the initial inputs of a convolution over K rows."""
 
     taken: TakenRows  # `[S * K]` row indices
     are_there: Tensor
@@ -52,18 +55,21 @@ class Inputs(NamedTuple):
 
 
 class Calls(NamedTuple):
-    """The kernel calls for R packed rows."""
+    """The plan of all kernel calls for R packed rows."""
 
     segments: Sequences
     inputs: Inputs | None  # None if no segment has a parent, because the initial inputs are then zero
     depths: list[Depth]
     by_depth: Tensor | None
-    """`[R]`: row indices in the order of `depths`. None if the rows already are in that order."""
+    """`[R]`: the row indices in the order of `depths`; None if the rows are already in that order."""
     in_order: Tensor | None  # `[R]`: the index of each row in `by_depth`
 
     @classmethod
     def of(cls, segments: Tensor, kernel: int) -> Calls:
-        """Plan the calls on the host. segments: as in `rows_before`. kernel: rows that the convolution covers."""
+        """Plan the calls on the host.
+
+        segments: `[S, 4]`, as in MicroBatch. kernel: the number of rows that the convolution covers.
+        """
         _, rows, parent, _ = segments.unbind(1)
         whole = Sequences.of(rows)
         if bool((parent < 0).all()):
@@ -91,7 +97,10 @@ def _inputs(segments: Tensor, kernel: int) -> Inputs:
 
 
 def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return the package's functions for the convolution and the chunked delta rule, imported when first needed."""
+    """Return two functions of flash-linear-attention: the convolution and the chunked delta rule.
+
+    The first call imports the package.
+    """
     from fla.modules.convolution import causal_conv1d
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
@@ -99,7 +108,10 @@ def kernels() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
-    """Return, for each row, SiLU of the weighted sum over the last K rows of its sequence. weight: `[channels, K]`."""
+    """Return for each row SiLU of a weighted sum over the last K rows of its sequence, its own row included.
+
+    weight: `[channels, K]`.
+    """
     state = None
     if calls.inputs is not None:
         taken = calls.inputs.taken.of_values(x) * calls.inputs.are_there
@@ -113,7 +125,7 @@ def convolution(x: Tensor, weight: Tensor, calls: Calls) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, calls: Calls
 ) -> Tensor:
-    """Compute delta_rule.gated_delta_rule with the package's kernels. The result has the queries' dtype."""
+    """Compute `delta_rule.gated_delta_rule` with the kernels of flash-linear-attention, in the queries' dtype."""
     rule, inputs = kernels()[1], [query, key, value, log_decay, beta]
     if calls.by_depth is not None:
         inputs = [x.index_select(0, calls.by_depth) for x in inputs]

@@ -22,9 +22,10 @@ from megatron_rl.weights.decoder import DeltaNet
 
 
 class GatedDeltaNet(ShardedModule, MegatronModule):
-    """A delta net in the attention slot of a layer. Each tensor rank has some key heads and their value heads.
+    """A delta net in the attention slot of a layer. Each tensor rank has some of the key heads, and their value heads.
 
-    The rows of `linear_in` are, per key head: query, key, and all values, gates, betas and decays of its value heads.
+    The output rows of the matrix `linear_in` are ordered by key head. For each key head they are its query, its key,
+    and then all values, gates, betas and decays of its value heads.
     """
 
     cut = ("conv_weight", "decay_rate", "decay_bias")
@@ -57,7 +58,10 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         self.norm_weight = nn.Parameter(torch.empty(sizes.value_dim, dtype=dtype))
 
     def forward(self, hidden_states: Tensor, *args: Any, packed_seq_params: PackedRows, **_: Any):
-        """Map hidden states `[R / tensor, 1, H]` to the same shape. Also returns None, because there is no bias."""
+        """Map hidden states `[R / tensor ranks, 1, H]` to the same shape.
+
+        The second result is None. Megatron expects a bias there, and this layer has none.
+        """
         projected, _ = self.linear_in(hidden_states)
         plan = packed_seq_params.once("delta net", lambda: self._plan(packed_seq_params.segments))
         # Recompute in the backward pass, because a row takes much more memory in `_mix` than its hidden state.
@@ -69,7 +73,10 @@ class GatedDeltaNet(ShardedModule, MegatronModule):
         return one_copy(plan, self.norm_weight.device)
 
     def _mix(self, projected: Tensor, plan: Chunks | Calls) -> Tensor:
-        """Mix the rows of each sequence: `[R, 1, rows of linear_in]` -> `[R, 1, this rank's value heads * D_v]`."""
+        """Mix the rows of each sequence by convolution and delta rule, and apply the gates.
+
+        projected: `[R, 1, C]`, the output of `linear_in`. Returns `[R, 1, this rank's value heads * D_v]`.
+        """
         sizes = self.sizes
         grouped = projected.squeeze(1).unflatten(-1, (self.key_heads, -1))  # [R, K heads, ...]
         per_key = sizes.value_heads // sizes.key_heads

@@ -20,12 +20,16 @@ class Level(NamedTuple):
     """The segments at one fork depth, longest first. A segment's initial state is its parent's final state, or zero."""
 
     parents: Tensor | None
-    """`[S]`: each segment's parent, as an index into all segments of earlier levels. None at the first level."""
+    """`[S]`: the index of each segment's parent in the concatenated segments of all earlier levels; None at the first
+    level."""
     active: list[int]  # for each chunk index i, the number of segments with more than i chunks
 
 
 def rows_before(segments: Tensor) -> Tensor:
-    """Return the row that precedes each row in its sequence, `[R]`, or -1. segments: `[S, 4]`, as in MicroBatch."""
+    """Return for each row the row that precedes it in its sequence, `[R]`; -1 for a sequence's first row.
+
+    segments: `[S, 4]`, as in MicroBatch.
+    """
     first, rows, parent, _ = segments.unbind(1)
     before = torch.arange(-1, int(rows.sum()) - 1)
     before[first] = torch.where(parent >= 0, (first + rows)[parent] - 1, -1)
@@ -43,7 +47,7 @@ def fork_depths(segments: Tensor) -> Tensor:
 class Chunks(NamedTuple):
     """A layout of R packed rows in N chunks of C places each.
 
-    Chunks are ordered by level, then by their index in the segment, then by segment.
+    Chunks are ordered by level. Within a level they are ordered by their index in the segment, and then by segment.
     """
 
     rows: Tensor  # `[N * C]`: the row at each place, or R if the place is empty
@@ -54,7 +58,10 @@ class Chunks(NamedTuple):
 
     @classmethod
     def of(cls, segments: Tensor, size: int = CHUNK_ROWS) -> Chunks:
-        """Plan the layout of segments on the host. segments: as in `rows_before`."""
+        """Plan the layout on the host. segments: `[S, 4]`, as in MicroBatch.
+
+        size: the number C of places per chunk. It is reduced if all segments are shorter.
+        """
         starts, lengths, parents, _ = segments.T.tolist()
         count = sum(lengths)
         size = min(size, 1 << (max(lengths) - 1).bit_length())
@@ -83,7 +90,10 @@ class Chunks(NamedTuple):
 
 
 def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
-    """Return, for each row, the weighted sum over the last K rows of its sequence. weight: `[channels, K]`."""
+    """Return for each row a weighted sum over the last K rows of its sequence, its own row included.
+
+    weight: `[channels, K]`.
+    """
     padded = torch.cat([x, x.new_zeros(1, x.shape[1])]).float()
     row = torch.arange(len(x), device=x.device)
     total = padded[:-1] * weight[:, -1].float()
@@ -96,11 +106,12 @@ def causal_convolution(x: Tensor, weight: Tensor, chunks: Chunks) -> Tensor:
 def gated_delta_rule(
     query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, chunks: Chunks
 ) -> Tensor:
-    """Return `[R, V heads, D_v]` float32: S q for each row, with S the state after that row.
+    """Return `[R, V heads, D_v]` float32: for each row S q, where S is the state matrix after that row.
 
-    Each row first decays the state, D = exp(log_decay) S, and then corrects it: S = D + beta (v - D k) k^T. Queries and
-    keys are normalized to unit length, and queries are scaled by D_k**-0.5.
-    query, key: `[R, K heads, D_k]`, each head shared by (V heads / K heads) value heads. value: `[R, V heads, D_v]`.
+    Each row first decays the state, D = exp(log_decay) S, and then corrects it: S = D + beta (v - D k) k^T. Before
+    that, queries and keys are normalized to unit length, and queries are scaled by D_k**-0.5.
+    query, key: `[R, K heads, D_k]`. Each of their heads is shared by (V heads / K heads) value heads.
+    value: `[R, V heads, D_v]`.
     log_decay, beta: `[R, V heads]`; log_decay is at most 0.
     """
     heads, width = key.shape[1], key.shape[2]

@@ -1,12 +1,12 @@
-"""A draft head, with which servers decode ahead: one transformer layer that learns next to the policy.
+"""A draft head, with which servers decode ahead: one transformer layer that is trained next to the policy.
 
-As in EAGLE (arXiv 2401.15077), the head reads the policy's last hidden state and the embedding of the next token, and
-predicts the token after that one with the policy's own output layer. It learns the policy's distribution of that token
-(soft cross-entropy) from the detached hidden states of the policy's update. So the policy's gradient is the same bits
-as without a head.
+As in EAGLE (arXiv 2401.15077), the head reads the policy's last hidden state and the embedding of the next token. With
+the policy's own output layer, it predicts the token after that one. It learns the policy's distribution of that token
+by soft cross-entropy, from the detached hidden states of the policy's update. So the policy's gradient has the same
+bits as without a head.
 
-Every rank has the whole head and its optimizer. Ranks with hidden states add up their gradients, and then all ranks
-take the same step. So no layout splits the head, and it does not matter which pipeline stage has the states.
+Every rank has the whole head and its optimizer. The ranks that have hidden states add up their gradients, and then all
+ranks take the same step. So no layout splits the head, and it does not matter which pipeline stage has the states.
 """
 
 from __future__ import annotations
@@ -46,21 +46,23 @@ CLIP_GRAD = 1.0
 class DraftRows(NamedTuple):
     """The rows from which a draft head learns in one microbatch, as int64 indices into the microbatch's rows.
 
-    At depth d, row r reads the head's own state of depth d - 1 (at depth 1: the policy's state after token r) and token
-    r + d, and predicts token r + d + 1.
+    At depth d, row r predicts token r + d + 1. It reads token r + d and a state: the head's own state of row r at depth
+    d - 1 or, at depth 1, the policy's state after token r.
     """
 
     reads: Tensor  # `[R]`: rows of the head, sequence by sequence
     lengths: list[int]  # rows of each sequence
     learned: Tensor  # `[n]`: indices in `reads` of the rows whose prediction counts
     before: Tensor
-    """`[R]`: indices of these rows in the rows of the depth before; at depth 1 in the microbatch's rows."""
+    """`[R]`: the index that each of these rows has among the rows of the previous depth; at depth 1, among the
+    microbatch's rows."""
 
 
 def draft_rows(microbatch: MicroBatch, context: Axis, depths: int = 1) -> list[DraftRows]:
-    """Choose, for each depth, the rows from which this context rank learns: those of each `context.size`-th sequence.
+    """Choose, for each depth, the rows from which this context rank learns.
 
-    A row counts if the policy is trained on the token that it predicts.
+    A rank takes every `context.size`-th sequence. A row's prediction counts if the policy is trained on the predicted
+    token.
     """
     trained = microbatch.rows["labels"] >= 0  # of the policy's rows: it predicts one token ahead, the head two
     bounds = microbatch.rows["cu_seqlens"].tolist()
@@ -83,10 +85,13 @@ def draft_rows(microbatch: MicroBatch, context: Axis, depths: int = 1) -> list[D
 
 
 class DraftHead:
-    """A draft head with its optimizer, equal on all ranks. weights: initial ones, by the names of draft_files.py."""
+    """A draft head with its optimizer, equal on all ranks.
+
+    weights: the initial weights, under the names of draft_files.py.
+    """
 
     splits_rows = False
-    """True if every rank must run every pass, because passes communicate with ranks that have other rows."""
+    """True if the head's passes communicate with ranks that have other rows. Every rank must then run every pass."""
 
     def __init__(
         self,
@@ -110,15 +115,17 @@ class DraftHead:
         group = {"params": list(self.weights.values())}  # a rank may have none of them
         self.optimizer = torch.optim.AdamW([group], lr=config.lr, betas=BETAS, weight_decay=0.0)
         self._sums = torch.zeros(config.depths, 3, dtype=torch.float64, device=device)
-        """By depth: loss, overlap with the policy's distribution, and number of predictions since the last step."""
+        """The sums since the last step, for each depth: loss, overlap with the policy's distribution, number of
+        predictions."""
         self._seen, self._largest_norm = torch.zeros(config.depths, 3, dtype=torch.float64), 0.0
-        """The same since the last call of `metrics`, and the largest gradient norm."""
+        """The same sums since the last call of `metrics`, and the largest gradient norm since then."""
 
     def states(self, hidden: Tensor, embedded: Tensor, positions: Tensor, lengths: list[int]) -> Tensor:
         """Return the head's states `[R, H]`, from which the policy's output layer predicts.
 
-        hidden, embedded: `[R, H]`, the policy's states and the embeddings of the tokens that follow. positions: `[R]`
-        int64, on the host. lengths: rows of each sequence; a row attends to its sequence up to itself.
+        hidden: `[R, H]`, the policy's states. embedded: `[R, H]`, the embeddings of the tokens that follow.
+        positions: `[R]` int64, on the host.
+        lengths: the number of rows of each sequence. A row attends to the rows of its sequence up to itself.
         """
         # As SGLang has it: its model of the head knows no embedding at position 0.
         arch, positions = self.arch, one_copy(positions, self.device)
@@ -145,9 +152,10 @@ class DraftHead:
         return norm(x, "final")
 
     def learn(self, hidden: Tensor, microbatch: MicroBatch, packed: PackedRows, head: Head, embedding: Tensor) -> None:
-        """Add one microbatch's gradient. Every rank of the last pipeline stage calls it.
+        """Add the gradient of one microbatch. Every rank of the last pipeline stage calls it.
 
-        hidden: the policy's states, as its head gets them. embedding: the rows of `head.shard`.
+        hidden: the policy's states, as they are passed to its output head. embedding: this rank's rows of the
+        embedding, as `head.shard` says.
         """
         depths = draft_rows(microbatch, self.groups.context, self.config.depths)
         everything = torch.arange(microbatch.tokens)
@@ -171,7 +179,10 @@ class DraftHead:
 
     @torch.no_grad()
     def step(self) -> bool:
-        """Update the head, unless no rank had a prediction or the gradient is NaN or infinite. Collective."""
+        """Update the head, unless no rank had a prediction or the gradient is NaN or infinite. Collective.
+
+        Returns whether the head was updated.
+        """
         gradients, squares = self._summed_gradients()
         if self.groups.world_size > 1:
             dist.all_reduce(self._sums)
@@ -191,7 +202,7 @@ class DraftHead:
         return is_applied
 
     def _summed_gradients(self) -> tuple[list[Tensor], float]:
-        """Return the gradient of each weight, summed over ranks, and the sum of all their squares."""
+        """Return the gradient of each weight, summed over ranks, and the squared norm of all gradients together."""
         own = self.weights.values()
         flat = torch.cat([gradient_of(weight).flatten() for weight in own])
         if self.groups.world_size > 1:
@@ -201,15 +212,15 @@ class DraftHead:
         return [part.view_as(weight) for part, weight in zip(parts, own, strict=True)], float(flat.norm()) ** 2
 
     def movable(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the tensors that a publication or export reads, and those that only learning needs."""
+        """Return two lists: the tensors that a publication or export reads, and those that only learning needs."""
         moments = [value for state in self.optimizer.state.values() for value in state.values()]
         return [weight.data for weight in self.weights.values()], moments
 
     def metrics(self) -> dict[str, float]:
-        """Return the head's metrics since the last call, equal on all ranks; {} if it has not learned.
+        """Return the head's metrics since the last call, equal on all ranks; {} if it has not learned since.
 
-        `draft/acceptance` is the probability that rejection sampling accepts the head's first guess, at temperature 1,
-        and `draft/acceptance_d` that of the guess at depth d, if all before it are right.
+        `draft/acceptance` is the probability that rejection sampling accepts the head's first guess, at temperature 1.
+        `draft/acceptance_d` is that of the guess at depth d, if all guesses before it are accepted.
         """
         found: dict[str, float] = {}
         for depth, (loss, overlap, count) in enumerate(self._seen.tolist(), 1):
@@ -232,16 +243,19 @@ class DraftHead:
         return self.tensors(PREFIX)
 
     def load_folder(self, path: str | Path, policy: Architecture) -> None:
-        """Load the weights of a model's folder, if it has a head. Collective: every rank calls it."""
+        """Load the draft head's weights from a model's folder, if it has some. Collective: every rank calls it."""
         if has_draft(path):
             self._load_weights(read_draft(path, policy))
 
     def is_in(self, common: dict[str, Any]) -> bool:
-        """Return True if a checkpoint with this unsharded state has a head of this kind."""
+        """Return True if a checkpoint has a head of this kind. common: the checkpoint's unsharded state."""
         return bool(common.get("has_draft"))
 
     def checkpoint_state(self, metadata: dict[str, Any], *, with_moments: bool = True) -> dict[str, Any]:
-        """Return the head's entries of a checkpoint, to save or to load. metadata: Megatron's options of the format."""
+        """Return the head's entries of a checkpoint's state, to save them or to load into them.
+
+        metadata: Megatron's options of the format. with_moments: True to include the optimizer's state.
+        """
         state: dict[str, Any] = {}
         if with_moments:
             moments = self.optimizer.state_dict()["state"]
@@ -250,7 +264,10 @@ class DraftHead:
         return {"has_draft": True, "draft": whole_in_checkpoint(state, self.groups)}
 
     def load_checkpoint(self, state: dict[str, Any], *, with_moments: bool = True) -> None:
-        """Take over what a checkpoint has for `checkpoint_state`. with_moments: also resume the optimizer."""
+        """Take over the head's entries after a checkpoint was loaded into them.
+
+        state: the loaded entries of `checkpoint_state`. with_moments: True to take over the optimizer's state too.
+        """
         self._load_weights(state["draft"]["weights"])
         if with_moments:
             options = self.optimizer.state_dict()["param_groups"]  # of the config, which may have changed
@@ -263,12 +280,15 @@ class DraftHead:
 
 
 def whole_in_checkpoint(state: dict[str, Any], groups: ParallelGroups) -> ShardedObject:
-    """Return a draft head's state to save or to load. All ranks have the same, and rank 0 saves it."""
+    """Wrap a draft head's state, to save or load it whole. All ranks have the same state, and rank 0 saves it."""
     return ShardedObject("draft", state, global_shape=(1,), global_offset=(0,), replica_id=groups.rank)
 
 
 def first_weights(arch: Architecture, policy: WeightSource, seed: int) -> dict[str, Tensor]:
-    """Return initial weights, equal on all ranks: the policy's final norm and last layer if they fit, else random."""
+    """Return initial weights of the head, equal on all ranks.
+
+    They are those of the policy's final norm and last layer where the shapes agree, and random elsewhere.
+    """
     shapes, own, last = shapes_for(arch), hf_shapes(arch), f"model.layers.{arch.layers - 1}."
     random, weights = RandomWeights(shapes, seed), {}
     for name, shape in shapes.items():
@@ -297,11 +317,12 @@ def _embedded(tokens: Tensor, embedding: Tensor, shard: VocabShard) -> Tensor:
 def soft_cross_entropy(
     states: Tensor, taught: Tensor, weight: Tensor, shard: VocabShard, rows_per_chunk: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the sums `[3]` float64 of loss, overlap and rows, and the loss's gradient `[n, H]` by `states`.
+    """Return the sums `[3]` float64 of loss, overlap and rows, and the gradient `[n, H]` of the loss by `states`.
 
-    The loss of a row is -sum p log q, where q is the distribution of `states` `[n, H]` under the output layer, and p
-    that of `taught` `[n, H]`. The overlap is sum min(p, q), the probability that rejection sampling accepts a token of
-    q. weight: this tensor rank's `[V_local, H]` of the output layer, padding included. Collective over the tensor axis.
+    The loss of a row is -sum p log q, where q is the distribution that the output layer computes from `states` `[n,
+    H]`, and p the one that it computes from `taught` `[n, H]`. The overlap is sum min(p, q), the probability that
+    rejection sampling accepts a token drawn from q. weight: this tensor rank's part `[V_local, H]` of the output layer,
+    padding included. Collective over the tensor axis.
     """
     # Padding counts: tensor ranks have different amounts of it, and communicate in each chunk.
     chunk = rows_per_chunk or rows_of_chunk(CHUNKS_OF_TERM * len(weight))

@@ -18,7 +18,7 @@ BLOCK = 128  # number of queries, and of keys, per block of scores: the default 
 
 
 class Forks(NamedTuple):
-    """The columns that determine which of K keys each of R queries attends to. All int32."""
+    """The columns that determine to which of K keys each of R queries attends. All are int32."""
 
     query_row: Tensor  # `[R]`: the query's row in the microbatch
     query_position: Tensor  # `[R]`: the query's position in its dialogue, which windows need
@@ -28,12 +28,18 @@ class Forks(NamedTuple):
 
     @classmethod
     def of(cls, segments: Tensor, positions: Tensor, queries: Tensor, keys: Tensor) -> Forks:
-        """Build the columns for the rows `queries` and `keys`. positions: each row's position in its dialogue."""
+        """Build the columns. positions: the position of each row of the microbatch in its dialogue.
+
+        queries, keys: the indices of the rows whose queries and keys take part.
+        """
         ends = torch.repeat_interleave(branch_ends(segments), segments[:, 1])
         return cls(*(x.int() for x in (queries, positions[queries], keys, positions[keys], ends[keys])))
 
     def seen(self, window: int | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
-        """Return FlexAttention's mask function: True where a query attends to a key. window: maximum keys per query."""
+        """Return FlexAttention's mask function, which is True where a query attends to a key.
+
+        window: the largest number of keys per query; None for no limit.
+        """
         query_row, query_position, key_row, key_position, key_end = self
 
         def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -46,7 +52,10 @@ class Forks(NamedTuple):
         return mask
 
     def blocks(self, window: int | None) -> BlockMask:
-        """Return the blocks of scores to compute. This runs on the rows' device, so that the host need not wait."""
+        """Return the blocks of scores that must be computed. window: as in `seen`.
+
+        This is computed on the rows' device, so that the host need not wait for it.
+        """
         first, last = _extremes(self.query_row)  # [query blocks]
         earliest, latest = _extremes(self.key_row)  # [key blocks]
         shortest, longest = _extremes(self.key_end)
@@ -66,7 +75,7 @@ class Forks(NamedTuple):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, blocks: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
-    """Compute attention. query `[R, heads, D]`, key `[K, kv_heads, D]`, value `[K, kv_heads, E]`.
+    """Compute attention. query: `[R, heads, D]`. key: `[K, kv_heads, D]`. value: `[K, kv_heads, E]`.
 
     Returns the result `[R, heads, E]` and the log of each softmax's sum, `[R, heads]` float32.
     """
@@ -85,7 +94,10 @@ def compiled() -> Callable:
 
 
 def branch_ends(segments: Tensor) -> Tensor:
-    """Return one past the last row of each segment and its descendants, `[S]`. segments: `[S, 4]`, as in MicroBatch."""
+    """Return for each segment the row after the last row of the segment and its descendants, `[S]`.
+
+    segments: `[S, 4]`, as in MicroBatch.
+    """
     ends = (segments[:, 0] + segments[:, 1]).tolist()
     for segment, parent in reversed(list(enumerate(segments[:, 2].tolist()))):
         if parent >= 0:
@@ -100,7 +112,7 @@ def _extremes(numbers: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return, for each query block, the number of chosen key blocks, and all key blocks' indices, chosen ones first."""
+    """Return, for each query block, the number of chosen key blocks, and all key blocks' indices, the chosen first."""
     count = chosen.sum(-1, dtype=torch.int32)
     order = chosen.int().argsort(dim=-1, descending=True, stable=True).int()
     return count[None, None], order[None, None]

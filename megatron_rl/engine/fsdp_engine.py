@@ -1,9 +1,9 @@
 """FSDPEngine: a TrainEngine for a transformers model under torch FSDP2. It serves as a reference for MegatronEngine.
 
-Model, attention, language-model head, sharding, clipping and optimizer come from torch and transformers; packing, the
-value head and the learning-rate schedule are MegatronEngine's. A microbatch's whole logits are held at once, so a large
-vocabulary needs small microbatches. tests/megatron/test_fsdp_referee.py checks that both engines agree on log-probs,
-losses, gradient norms and weights.
+The model, its attention and output layer, sharding, clipping and the optimizer come from torch and transformers.
+Packing, the value head and the learning-rate schedule are those of MegatronEngine. The logits of a whole microbatch are
+held at once, so a large vocabulary needs small microbatches. tests/megatron/test_fsdp_referee.py checks that both
+engines agree on log-probs, losses, gradient norms and weights.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class FSDPEngine(ModelEngine):
         stats = engine.train_batch(batch, LogprobLoss(my_loss, temperature=1.0))
         engine.step_lr_scheduler()
 
-    Parameters, gradients and AdamW's state are sharded over the data axis. groups, head: as in MegatronEngine.
+    Parameters, gradients and AdamW's state are sharded over the data axis. The arguments `groups` and `head` are those
+    of MegatronEngine.
     """
 
     def __init__(
@@ -119,7 +120,10 @@ class FSDPEngine(ModelEngine):
             parameter.to_local().copy_(source.read(name, 0, start, min(start + rows, count)))
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
-        """Start a new optimizer and schedule, for example after a warm start. lr: constant rate in its place."""
+        """Start a new optimizer and a new schedule, for example after a warm start.
+
+        lr: if given, the learning rate is constant at this value, and there is no schedule.
+        """
         options = self.options = self.optimizer_options(lr)
         self.was_skipped = False
         matrices = [p for p in self.model.parameters() if p.ndim > 1]
@@ -187,10 +191,10 @@ class FSDPEngine(ModelEngine):
         return dict(zip(kept[0], totals.tolist(), strict=True))
 
     def _rows_and_output(self, microbatch: MicroBatch) -> tuple[TensorDict, Tensor]:
-        """Return the rows on the device, and the model's output: `[T, V]` float32 logits, or `[T]` values.
+        """Return the microbatch's rows on the device, and the model's output: `[T, V]` float32 logits, or `[T]` values.
 
-        Values are 0 in untrained rows. One pass computes all sequences, with masks between them, because each pass is a
-        collective under FSDP, and ranks have different numbers of sequences.
+        Values are 0 in untrained rows. A single pass computes all sequences, with masks between them: under FSDP each
+        pass is a collective, and ranks have different numbers of sequences.
         """
         columns, positions = one_copy((dict(microbatch.rows.items()), microbatch.positions), self.device)
         rows = TensorDict(columns)
@@ -205,7 +209,10 @@ class FSDPEngine(ModelEngine):
         return rows, output.logits[0].float()
 
     def _masks(self, positions: Tensor) -> Tensor | dict[str, Tensor]:
-        """Return the mask of T rows, `[1, 1, T, T]` bool, or several by the names of transformers' layer types."""
+        """Return the attention mask of T rows, `[1, 1, T, T]` bool. positions: as in MicroBatch.
+
+        If layers differ, return one mask for each of transformers' layer types, by the type's name.
+        """
         # A sequence begins at each position 0.
         sequence, row = (positions == 0).cumsum(0), torch.arange(len(positions), device=self.device)
         distance = row[:, None] - row[None, :]
@@ -256,7 +263,10 @@ def _refuse_optimizer(method: str, with_optimizer: bool) -> None:
 
 
 def logprobs_entropy(logits: Tensor, rows: TensorDict, temperature: float) -> tuple[Tensor, Tensor]:
-    """Return log p(label) and entropy over the rows' supports, both `[T]`, 0 where the label is negative."""
+    """Return log p(label) and entropy, both `[T]`, 0 where the label is negative.
+
+    Rows that have a support get both over the support's tokens.
+    """
     labels = rows["labels"]
     trained = (labels >= 0).nonzero()[:, 0]
     scaled = logits[trained]
@@ -274,7 +284,7 @@ def logprobs_entropy(logits: Tensor, rows: TensorDict, temperature: float) -> tu
 
 
 def _adjusted(logits: Tensor, ids: Tensor, adjustment: Tensor) -> Tensor:
-    """Return `[n, V]` logits after the penalties and biases of supports `[n, W]`, by the definition in support.py."""
+    """Return the logits `[n, V]` after the penalties and biases of supports `[n, W]`, as support.py defines them."""
     # Padding adds 0 to the sampled token, whose own entry comes first.
     is_there, places = ids >= 0, ids.where(ids >= 0, ids[:, :1].clamp_min(0))
     planes = adjustment.masked_fill(~is_there[:, :, None], 0.0).to(logits.dtype).unbind(-1)
@@ -287,7 +297,10 @@ def _adjusted(logits: Tensor, ids: Tensor, adjustment: Tensor) -> Tensor:
 
 
 def _loss(output: Tensor, rows: TensorDict, loss_fn: Any, weight: int) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return a microbatch's loss sum, always with a graph because all ranks must run backward, and its statistics."""
+    """Return a microbatch's loss sum and its statistics.
+
+    The loss sum always has a graph, because all ranks must run the backward pass.
+    """
     if not isinstance(loss_fn, LogprobLoss | ValueLoss):
         # A mean over no rows is 0 / 0.
         return loss_fn(output, rows) * weight if weight else output.sum() * 0.0, {}

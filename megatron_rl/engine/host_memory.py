@@ -29,7 +29,10 @@ class SharedCopies:
         self.memory = mmap.mmap(-1, mmap.PAGESIZE)
 
     def of(self, tensors: list[Tensor]) -> list[Tensor]:
-        """Copy the tensors into shared memory, in place of earlier copies, whose readers must be done."""
+        """Return copies of the tensors in shared memory.
+
+        They overwrite the copies of an earlier call, so nobody may be reading those any more.
+        """
         sizes = [math.ceil(tensor.nbytes / ALIGNMENT) * ALIGNMENT for tensor in tensors]
         if sum(sizes) > len(self.memory):
             self.memory = mmap.mmap(-1, sum(sizes))  # anonymous memory: containers limit /dev/shm
@@ -63,7 +66,10 @@ class _PageLocked(mmap.mmap):
 
 
 def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
-    """Return `nbytes` of host memory (uint8), page-locked if there is a GPU. torch would round up to a power of two."""
+    """Return `nbytes` of host memory (uint8), page-locked if there is a GPU.
+
+    torch's own page-locked memory would be rounded up to a power of two.
+    """
     # Unreserved, because a rehearsal maps more than its machine has. With a GPU, locking checks that it is there.
     flags = mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NO_RESERVE
     memory = _PageLocked(-1, max(nbytes, mmap.PAGESIZE), flags=flags)
@@ -75,7 +81,10 @@ def page_locked(nbytes: int, *, has_gpu: bool) -> Tensor:
 
 @contextlib.contextmanager
 def left_out_of_forks(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Exclude host tensors of LEAST_BYTES or more from processes forked in this context, which must not access them."""
+    """Exclude the memory of host tensors from processes that are forked in this context, which must not access it.
+
+    Only tensors of at least LEAST_BYTES are excluded.
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     spans = []

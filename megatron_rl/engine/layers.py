@@ -35,7 +35,7 @@ LATENT_NORM_EPS = 1e-6
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm in float32, as in HF. With sequence parallelism, tensor ranks sum the weight's gradient."""
+    """Root-mean-square norm in float32, as in HF. With sequence parallelism, tensor ranks sum its weight's gradient."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_) -> None:
         super().__init__()
@@ -57,7 +57,10 @@ class OffsetNorm(RMSNorm):
 
 
 class WideNorm(ShardedModule):
-    """RMSNorm over all heads of a row, which are split over the ranks of `group`. Input: `[R, 1, own heads, D]`."""
+    """RMSNorm over all heads of a row together. The heads are split over the ranks of `group`.
+
+    Input: `[R, 1, own heads, D]`.
+    """
 
     cut = ("weight",)
 
@@ -80,7 +83,7 @@ class WideNorm(ShardedModule):
 
 
 class NormedRowParallelLinear(tensor_parallel.RowParallelLinear):
-    """The last matrix of an attention or feed-forward block, followed by a norm as in Gemma and OLMo."""
+    """The last matrix of an attention or feed-forward block, and a norm after it as in Gemma and OLMo."""
 
     norm_class: type[RMSNorm] = RMSNorm
 
@@ -119,7 +122,8 @@ class WholeLinear(nn.Module):
 class ValueHead(nn.Module):
     """The head of a critic or reward model: a linear map without bias to one number per token, in float32.
 
-    weight: `[1, H]`, replicated, initially zero: `score.weight` of a HF sequence classification model.
+    weight: `[1, H]`, the same on every tensor rank, initially zero. It is `score.weight` of HF's sequence
+    classification models.
     """
 
     def __init__(self, hidden: int, dtype: torch.dtype) -> None:
@@ -135,9 +139,9 @@ class ValueHead(nn.Module):
 class LatentAttention(MLASelfAttention):
     """Multi-head latent attention (MLA) that rotates rows by their own positions.
 
-    The down projections are replicated, which needs sequence parallelism. In Megatron's local layers, a rank has only
-    its own heads' part of the gradient of the rotated key, which all heads share. The norms are not in the spec,
-    because megatron.core 0.19 would always want one for queries.
+    The down projections are replicated, which needs sequence parallelism. All heads share the rotated key, and in
+    Megatron's local layers, a rank has only its own heads' part of this key's gradient. The norms are not in the spec,
+    because megatron.core 0.19 would then always require one for queries.
     """
 
     rope: Rope  # rotary embedding, set after building
@@ -159,10 +163,11 @@ class LatentAttention(MLASelfAttention):
         packed_seq_params: PackedRows | None = None,
         **_,
     ) -> tuple[Tensor, Tensor, None, Tensor, Tensor]:
-        """Project hidden states `[R / tensor, 1, H]` to queries and compressed keys.
+        """Project hidden states `[R / tensor ranks, 1, H]` to queries and compressed keys.
 
-        Returns the query `[R, heads, ...]`, the compressed keys (input of `expand`), None as value, and the inputs of
-        both up projections. Context ranks gather the compressed keys, which are much smaller than all heads' keys.
+        Returns five tensors: the queries `[R, heads, ...]`; the compressed keys, which `expand` takes; None in place of
+        values; and the inputs of the two up projections. Context ranks gather the compressed keys, which are much
+        smaller than the keys of all heads.
         """
         config, packed = self.config, packed_seq_params
         rotation = packed.rotation(self.rope)
@@ -187,7 +192,7 @@ class LatentAttention(MLASelfAttention):
         return query, gathering.rows(), None, query_source, kv_source  # the value is None, which Megatron does not pad
 
     def expand(self, latent: Tensor, packed: PackedRows) -> tuple[Tensor, Tensor]:
-        """Form key and value, `[K, heads, ...]`, from compressed keys, as a part of the core attention."""
+        """Form the keys and values, `[K, heads, ...]`, from the compressed keys. The core attention calls it."""
         config, heads = self.config, self.num_attention_heads_per_partition
         kv_source, rotated_key = latent.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
         key_value, _ = self.linear_kv_up_proj(kv_source.contiguous())
@@ -202,7 +207,10 @@ class LatentAttention(MLASelfAttention):
 
 
 def _halves(rotated: Tensor) -> Tensor:
-    """Reorder HF's adjacent pairs into the half-split pairs of `rotate`. Queries and keys need the same order."""
+    """Reorder rotated features from HF's adjacent pairs to the half-split pairs of `rotate`.
+
+    Queries and keys must be reordered alike.
+    """
     return torch.cat([rotated[..., 0::2], rotated[..., 1::2]], dim=-1)
 
 
@@ -277,7 +285,7 @@ def _latent_options(arch: Architecture) -> dict[str, Any]:
 def layer_spec(
     arch: Architecture, tf_config: TransformerConfig, *, has_delta_net: bool, is_mixture: bool
 ) -> ModuleSpec:
-    """Return the spec of one kind of layer, built from Megatron's local modules or Transformer Engine's."""
+    """Return the spec of one kind of layer, made of Megatron's local modules or Transformer Engine's."""
     options: dict[str, Any] = dict(
         num_experts=tf_config.num_moe_experts if is_mixture else None,
         moe_grouped_gemm=tf_config.moe_grouped_gemm,
@@ -317,7 +325,7 @@ def layer_spec(
 
 
 def submodules_of(spec: Any) -> Any:
-    """Return the submodules of a feed-forward's spec. From megatron.core 0.19 on, that spec is a functools.partial."""
+    """Return the submodules in a feed-forward's spec, which is a functools.partial from megatron.core 0.19 on."""
     return spec.submodules if isinstance(spec, ModuleSpec) else spec.keywords["submodules"]
 
 
@@ -339,7 +347,7 @@ def block_spec(
 
 
 def place_attention(decoder: transformer_block.TransformerBlock, arch: Architecture) -> None:
-    """Set the rotary embedding and the window of the attention in each of a built decoder's layers."""
+    """Give the attention in each layer of a finished decoder its rotary embedding and its window."""
     rope = windowed_rope = Rope.of(arch)
     if arch.window_rope_theta is not None:
         windowed_rope = Rope.of(dataclasses.replace(arch, rope_theta=arch.window_rope_theta, rope_scaling=None))
@@ -364,7 +372,7 @@ def place_attention(decoder: transformer_block.TransformerBlock, arch: Architect
 def add_gradients_in_products(model: nn.Module) -> None:
     """Make Transformer Engine's matrix products add weight gradients directly to DDP's buffer.
 
-    Set per layer: Megatron's global flag also covers the output layer, which then needs apex.
+    This is set for each layer, because Megatron's global flag also covers the output layer, which then needs apex.
     """
     for module in model.modules():
         if "fuse_wgrad_accumulation" in vars(module):
@@ -372,7 +380,10 @@ def add_gradients_in_products(model: nn.Module) -> None:
 
 
 def scale_embedding(embedding: nn.Module, arch: Architecture) -> None:
-    """Multiply the embedding's output by the family's factor, if any, rounded to the model's dtype as in HF."""
+    """Multiply the embedding's output by the family's factor, if it has one.
+
+    The factor is rounded to the model's dtype, as in HF.
+    """
     if arch.embedding_scale is not None:
         scale = torch.tensor(arch.embedding_scale)
         embedding.register_forward_hook(lambda module, inputs, rows: rows * scale.to(rows.dtype).item())

@@ -24,7 +24,10 @@ class CheckpointError(RuntimeError):
 
 
 def write_part(folder: Path, files: list[Path], *, name: str) -> None:
-    """Store the checksums of some files under `name`, so that `write` need not read these files again."""
+    """Store the checksums of some of the folder's files, so that `write` need not read these files again.
+
+    name: a name for this part of the checksums, which differs from those of other parts.
+    """
     (folder / f"{_PART}{name}").write_text(json.dumps({str(path.relative_to(folder)): _entry(path) for path in files}))
 
 
@@ -47,9 +50,9 @@ def write(folder: Path) -> None:
 
 
 def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
-    """Describe every file that is missing, modified or without an entry. Hidden files are ignored.
+    """Describe every file that is missing, modified, or not in the manifest. Hidden files are ignored.
 
-    part, parts: divide the files into `parts` equal shares, and check only share number `part`, from 0.
+    parts: into how many equal shares the files are divided. part: the number of the share to check, from 0.
     """
     try:
         entries = _read(folder)
@@ -69,7 +72,7 @@ def faults(folder: Path, *, part: int = 0, parts: int = 1) -> list[str]:
 
 
 def faults_for_all(path: Path, groups: ParallelGroups) -> list[str]:
-    """Return `faults` of all files on every rank. Collective: ranks divide the files among themselves."""
+    """Return the `faults` of all files on every rank. Collective: each rank checks a share of the files."""
     of_ranks: list[list[str]] = [[] for _ in range(groups.world_size)]
     found = faults(path, part=groups.rank, parts=groups.world_size)
     dist.all_gather_object(of_ranks, found, group=groups.control)

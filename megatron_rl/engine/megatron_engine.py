@@ -54,7 +54,8 @@ class MegatronEngine(MicrobatchEngine):
         engine.step_lr_scheduler()
         engine.save("runs/mine/final")
 
-    Collective: every rank calls every method, with its data-parallel share of the data; all other axes share it.
+    Collective: every rank calls every method. Each data-parallel replica passes its share of the data, and all ranks of
+    a replica pass the same.
     groups: an existing layout, such as that of the first engine. Default: `initialize` builds one.
     head: `policy`, or `value` for one number per token. If the folder has no value head, the head starts at zero.
     shared_device: needed if engines take turns on the device, or if rollout servers use it too.
@@ -75,7 +76,8 @@ class MegatronEngine(MicrobatchEngine):
         self._plans: dict[str, HFExport] = {}
         self.draft = self._far_embedding = None
         self._mtp_copies: dict[str, str] = {}
-        """Copies of embedding and output layer in the folder's multi-token-prediction layer -> the originals' names."""
+        """Maps each copy of the embedding or the output layer in the folder's multi-token-prediction layer to the name
+        of the original."""
         self.checkpoints: checkpoint.CheckpointWriter | None = None
         self.on_gradients: Callable[[], None] | None = None
         """If set, `train_batch` calls it on every rank between the backward pass and the optimizer's step."""
@@ -130,7 +132,10 @@ class MegatronEngine(MicrobatchEngine):
                 chunk.requires_grad_(False).eval()
 
     def _draft_maker(self, policy: WeightSource) -> Callable[[], DraftHead] | None:
-        """Read what a draft head begins with, and return the function that builds it. None if there is to be none."""
+        """Read the initial weights of a draft head, and return a function that builds the head.
+
+        Returns None if the engine is to have no draft head. policy: the source of the policy's weights.
+        """
         config, path = self.config, self.config.model.path
         if config.draft.kind == "none" or not self.trainable:
             return None
@@ -164,7 +169,10 @@ class MegatronEngine(MicrobatchEngine):
         self.reset_optimizer(total_updates)
 
     def reset_optimizer(self, total_updates: int, lr: float | None = None) -> None:
-        """Start a new optimizer and schedule, for example after a warm start. lr: constant rate in its place."""
+        """Start a new optimizer and a new schedule, for example after a warm start.
+
+        lr: if given, the learning rate is constant at this value.
+        """
         self._activate()
         options = self.optimizer_options(lr)
         self.was_skipped = False
@@ -173,7 +181,10 @@ class MegatronEngine(MicrobatchEngine):
         self.scheduler = build_scheduler(options, self.optimizer, total_updates)
 
     def offload(self, *, keeps_weights: bool = False) -> None:
-        """Move optimizer state and, unless `keeps_weights`, weights to host memory; discard gradients. Idempotent."""
+        """Move the optimizer's state and the weights to host memory, and discard the gradients.
+
+        keeps_weights: True to leave the weights on the device. Further calls do nothing.
+        """
         weights, states, gradients = tensors_of(self)
         self._far_embedding = None
         if not (self._host_states.is_out or self._host_weights.is_out):
@@ -186,7 +197,10 @@ class MegatronEngine(MicrobatchEngine):
             self._host_weights.take(weights, [], self.device)
 
     def onload(self, *, with_states: bool = True) -> None:
-        """Move everything, or only the weights, back to the device. Idempotent. Every method that computes calls it."""
+        """Move everything back to the device. Further calls do nothing. Every method that computes calls it.
+
+        with_states: False to move only the weights.
+        """
         self._host_weights.give_back()
         if with_states:
             self._host_states.give_back()
@@ -226,7 +240,7 @@ class MegatronEngine(MicrobatchEngine):
         return step_stats(totals, logprobs=logprobs, grad_norm=grad_norm, applied=applied, fault=fault, lr=lr)
 
     def _gather_weights(self) -> None:
-        """Exchange updated weights at once, to read them outside a forward pass."""
+        """Exchange updated weights between ranks now, so that they can be read outside a forward pass."""
         if self.optimizer is not None and self.config.optimizer.overlap:
             for chunk in self.wrapped:
                 chunk.start_param_sync(force_sync=True)
@@ -235,24 +249,24 @@ class MegatronEngine(MicrobatchEngine):
         return itertools.chain.from_iterable(chunk.parameters() for chunk in self.chunks)
 
     def hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the model's HF tensors, with adapters merged into them."""
+        """Yield the model's tensors in HF's names and shapes, with adapters merged into them."""
         export = self.export()
         self._gather_weights()
         return export.stream()
 
     def _plan(self, name: str, **options: Any) -> HFExport:
-        """Return the export plan of this name. The first call creates it."""
+        """Return the export plan called `name`. The first call for a name creates it with `options`."""
         self._activate(with_states=False)
         if name not in self._plans:
             self._plans[name] = HFExport(self.chunks, self.arch, self.groups, **options)
         return self._plans[name]
 
     def export(self) -> HFExport:
-        """Return the export plan of `hf_tensors`."""
+        """Return the export plan from which `hf_tensors` streams."""
         return self._plan("model", shard_of=self._shard_of)
 
     def _export_for_servers(self) -> HFExport:
-        """Return the export plan of a publication: the model's, and the draft head's if servers take it."""
+        """Return the export plan of a publication: the model and, if servers take it in this form, the draft head."""
         if self.draft is None or isinstance(self.draft, MTPHead):
             return self.export()
         return self._plan("servers", shard_of=self._shard_of, whole=self.draft.published)
@@ -262,7 +276,10 @@ class MegatronEngine(MicrobatchEngine):
         return Tensor.detach if self.adapters is None else self.adapters.merged
 
     def adapter_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the adapters' HF tensors on global rank 0, without PEFT's prefix. Every rank exhausts the stream."""
+        """Yield the adapters' HF tensors on global rank 0, under names without PEFT's prefix.
+
+        The other ranks get no tensors, and must exhaust the iterator too.
+        """
         known = {spec.name for spec in self.adapter_specs()}
         self._gather_weights()
         return ((name, tensor) for name, tensor in self._plans["adapters"].stream() if name in known)
@@ -276,13 +293,17 @@ class MegatronEngine(MicrobatchEngine):
         return [spec for spec in plan.specs if spec.name in known]
 
     def trained_tensors(self, shard_of: Callable[[Tensor], Tensor] = Tensor.detach) -> Iterator[tuple[str, Tensor]]:
-        """Yield what `shard_of` returns for each trained parameter, as HF tensors on rank 0. All ranks exhaust it."""
+        """Yield tensors derived from the trained parameters, in HF's names and shapes, on global rank 0.
+
+        shard_of: function that is applied to each trained parameter; by default, the weights are yielded. The other
+        ranks get no tensors, and must exhaust the iterator too.
+        """
         self._activate(with_states=False)
         self._gather_weights()
         return self._trained_tensors(shard_of)
 
     def gradients(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the gradients of the trained parameters, as `trained_tensors` does, in the weights' dtype.
+        """Yield the gradients of the trained parameters in the weights' dtype, in the form of `trained_tensors`.
 
         Call this only in `on_gradients`, because the optimizer's step clips the gradients.
         """
@@ -368,8 +389,8 @@ class MegatronEngine(MicrobatchEngine):
     ) -> None:
         """Start writing a resumable checkpoint, which `finish_saves` publishes when the writers are done.
 
-        beside: other engines in these processes that train during the save. Their tensors are excluded from the forks.
-        in_background: False if the caller waits for the writers, which then run at normal priority.
+        beside: other engines in these processes that train during the save. The writers' processes do not get their
+        tensors. in_background: False if the caller waits for the writers, which then run at normal priority.
         """
         self._activate()
         self._check_optimizer("save")
@@ -388,7 +409,10 @@ class MegatronEngine(MicrobatchEngine):
             )
 
     def finish_saves(self, *, wait: bool = True) -> bool:
-        """Publish a finished checkpoint, as `CheckpointWriter.finish` does."""
+        """Publish the checkpoint if its writers are done. Returns True if no checkpoint is pending afterwards.
+
+        wait: True to wait for the writers. Errors are those of `CheckpointWriter.finish`.
+        """
         if self.checkpoints is None:
             return True
         self.groups.activate()
@@ -400,9 +424,10 @@ class MegatronEngine(MicrobatchEngine):
             self.checkpoints.drop()
 
     def load(self, path: str | Path, *, with_optimizer: bool = False, is_checked: bool = False) -> None:
-        """Load a HF folder, a checkpoint or, into adapters, a PEFT folder. with_optimizer: resume the training state.
+        """Load a HF folder, a checkpoint or, for an engine with adapters, a PEFT folder.
 
-        is_checked: True if the caller has already compared the checkpoint's checksums.
+        with_optimizer: True to restore the training state too. is_checked: True if the caller has already compared the
+        checkpoint's checksums.
         """
         self._activate()
         if with_optimizer:

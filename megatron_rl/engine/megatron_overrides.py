@@ -1,7 +1,7 @@
 """Rules of the `megatron:` section, which sets TransformerConfig fields that no other option determines.
 
-Some fields would contradict the layout, the model, or this package's attention and head. Megatron would ignore them, or
-results would silently change. They are rejected here, before any process group exists.
+Some fields would contradict the layout, the model, or this package's attention and head. Megatron would ignore such a
+field, or results would silently change. These fields are rejected here, before any process group exists.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ OUR_KEYS = {
     "fp16": "model.dtype",
     "transformer_impl": "model.transformer_impl",
 }
-"""Maps each Megatron field that one of our options determines to that option."""
+"""Maps Megatron's fields that one of our options determines to the option's key."""
 
 MAY_BE_SET = {
     "bias_activation_fusion",
@@ -37,7 +37,8 @@ MAY_BE_SET = {
     "moe_permute_fusion",
     "moe_token_dispatcher_type",
 }
-"""Fields set by `transformer_config` that may be overridden, because they affect only speed and memory."""
+"""Fields that `transformer_config` sets, and that may be set to other values because they affect only speed and memory.
+"""
 
 FIELDS_BY_REASON = {
     "the gradient is divided once, by the global sum of loss_weight_fn": "calculate_per_token_loss",
@@ -70,7 +71,7 @@ FIELDS_BY_REASON = {
     "param_sync_func",
 }
 REASONS = {field: reason for reason, fields in FIELDS_BY_REASON.items() for field in fields.split()}
-"""Reasons why a field must not be set. Fields that the model or layout determines are rejected without an entry."""
+"""Maps a field to the reason why it must not be set. Fields that the model or layout determines need no entry here."""
 
 
 FLEX_BACKENDS = {
@@ -78,11 +79,12 @@ FLEX_BACKENDS = {
     "hybridep": ("HAVE_HYBRIDEP", "the package deep_ep of DeepEP's branch hybrid-ep"),
     "ncclep": ("HAVE_TE_EP", "transformer_engine.pytorch.ep"),
 }
-"""megatron.moe_flex_dispatcher_backend -> Megatron-Core's flag that says if it loaded the package, and the package."""
+"""For each value of megatron.moe_flex_dispatcher_backend: Megatron-Core's flag that says whether it could load the
+package, and the package's name."""
 
 
 def missing_for_flex(megatron: dict[str, Any]) -> str:
-    """Return the package that the flex dispatcher needs and Megatron-Core cannot load, or ''.
+    """Return the package that the flex dispatcher needs, if Megatron-Core cannot load it, else ''.
 
     A package with the right name is not enough: SGLang's deep_ep lacks classes that Megatron-Core imports.
     """
@@ -93,7 +95,10 @@ def missing_for_flex(megatron: dict[str, Any]) -> str:
 
 
 def check_flex_dispatcher(megatron: dict[str, Any], parallel: ParallelConfig, *, is_elsewhere: bool = False) -> None:
-    """Raise ValueError unless `megatron.moe_token_dispatcher_type=flex` can work. is_elsewhere: others train."""
+    """Raise ValueError unless `megatron.moe_token_dispatcher_type=flex` can work.
+
+    is_elsewhere: True if other machines will train. This machine's packages and devices then do not matter.
+    """
     if parallel.expert * parallel.expert_tensor == 1:
         fault = "every rank has all experts, and upstream wants more ranks; raise parallel.expert"
     elif not is_elsewhere and (package := missing_for_flex(megatron)):
@@ -108,7 +113,8 @@ def check_passed_through(
 ) -> None:
     """Raise ValueError for the first `megatron:` field that Megatron lacks or that contradicts this package.
 
-    A field may be given the value that it would have anyway. ours: fields that the engine sets.
+    A field may be set to the value that it would have anyway. given: the `megatron:` section. ours: the fields that the
+    engine sets, with their values.
     """
     fields = {field.name: field for field in dataclasses.fields(upstream)}
     for key, value in given.items():

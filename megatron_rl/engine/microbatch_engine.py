@@ -38,13 +38,16 @@ class MicrobatchEngine(ModelEngine):
     adapters: Adapters | None
     draft: DraftHead | None  # the head with which servers decode ahead, if config.draft asks for one
     _far_embedding: Tensor | None
-    """On the last of several pipeline stages, the embedding with which a draft head learns in this update."""
+    """The embedding with which a draft head learns in this update. It is set on the last of several pipeline stages."""
     shared_device: SharedDevice | None
     _head: Head
 
     @abc.abstractmethod
     def _activate(self, *, with_states: bool = True) -> None:
-        """Make megatron.core use this engine's layout, and move its tensors to the device."""
+        """Make megatron.core use this engine's layout, and move the engine's tensors to the device.
+
+        with_states: False to leave the optimizer's state where it is.
+        """
 
     def eval_batch(self, data, loss_fn, loss_weight_fn=None) -> StepStats:
         self._activate()
@@ -76,7 +79,11 @@ class MicrobatchEngine(ModelEngine):
     def _run_forward(
         self, batch: TrajectoryBatch, results: Callable[..., Any], *, final_rows: bool = False
     ) -> tuple[list[MicroBatch], list[Any]]:
-        """Return the microbatches and, on the last stage, `results(hidden, microbatch, packed)` of each; else []."""
+        """Run a forward pass. Returns the microbatches, and what `results` returned for each of them.
+
+        `results(hidden, microbatch, packed)` is called on the last pipeline stage. On other stages, the second list is
+        empty.
+        """
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows) -> tuple[Tensor, Tensor, Any]:
             # The schedule requires a loss and a weight too.
@@ -89,9 +96,10 @@ class MicrobatchEngine(ModelEngine):
     def distributions(self, data, *, top: int = 0, temperature: float = 1.0) -> TeacherStates | TopTokens:
         """Return this model's distribution at each trained token, for training another engine with the same layout.
 
-        The result is on the host of the last pipeline stage, one row per trained token, in token order: the `top` most
-        likely tokens at `temperature` or, with `top` = 0, hidden states and a snapshot of the output layer, which
-        define the whole distribution. Other stages get empty tensors.
+        The result is on the host of the last pipeline stage, and other stages get empty tensors. It has one row per
+        trained token, in token order. With `top` > 0, a row has the `top` most likely tokens at `temperature`. With
+        `top` = 0, it has hidden states; together with a snapshot of the output layer, they define the whole
+        distribution.
         """
         self._activate()
         batch, head = TrajectoryBatch.of(data), self._head
@@ -120,9 +128,10 @@ class MicrobatchEngine(ModelEngine):
 
     @torch.no_grad()
     def kept_tokens(self, data, cut: Cut, *, temperature: float) -> KeptTokens:
-        """Return, on the host, the tokens that sampling options leave of this model's logits, for each token.
+        """Return, for each trained token, the tokens of this model's distribution that the sampling options keep.
 
-        Rows of untrained tokens have no ids, and log_mass 0.
+        The result is on the host. Rows of untrained tokens have no ids, and their log_mass is 0. cut: the sampling
+        options.
         """
         self._activate()
         batch, head = TrajectoryBatch.of(data), self._head
@@ -150,7 +159,10 @@ class MicrobatchEngine(ModelEngine):
     def _accumulate(
         self, data, loss_fn, loss_weight_fn, *, forward_only: bool
     ) -> tuple[dict[str, float], Tensor | None]:
-        """Return the global sums of loss, weight and statistics, and `[N]` log-probs (None without a LogprobLoss)."""
+        """Return the global sums of loss, weight and statistics, and the log-probs `[N]` of this rank's tokens.
+
+        The log-probs are None unless the loss is a LogprobLoss. forward_only: True to compute no gradient.
+        """
         batch = TrajectoryBatch.of(data)
         self.check_loss(loss_fn, batch)
         if self.draft is not None and not forward_only:
@@ -167,7 +179,10 @@ class MicrobatchEngine(ModelEngine):
         return totals, self._by_token(batch, microbatches, [logprobs for _, _, logprobs in kept])
 
     def _last_stage(self, loss_fn, loss_weight_fn, *, learns: bool) -> schedule.LastStage:
-        """Return the function that computes a microbatch's loss, and keeps (sums, weight, log-probs or None)."""
+        """Return the function that computes a microbatch's loss on the last stage.
+
+        It keeps (statistics, weight, log-probs or None) of each microbatch. learns: True if the draft head learns too.
+        """
         head = self._head
 
         def last_stage(hidden: Tensor, microbatch: MicroBatch, packed: PackedRows):
@@ -228,7 +243,10 @@ class MicrobatchEngine(ModelEngine):
         )
 
     def _by_token(self, batch: TrajectoryBatch, microbatches: list[MicroBatch], rows: list[Tensor]) -> Tensor:
-        """Return results `[N]` float32 of the batch's tokens on all stages. rows: of `_run`, `[T]` per microbatch."""
+        """Return the results of the batch's tokens, `[N]` float32, on all pipeline stages.
+
+        rows: the result of `_run`, one tensor `[T]` per microbatch.
+        """
         counts = [microbatch.tokens for microbatch in microbatches]
         results = torch.cat(rows) if rows else torch.empty(sum(counts), dtype=torch.float32, device=self.device)
         if self.groups.pipeline.size > 1:
@@ -238,7 +256,10 @@ class MicrobatchEngine(ModelEngine):
         return packing.scatter_rows(microbatches, list(results.split(counts)), len(batch["input_ids"]))
 
     def _global_sums(self, kept: list[dict[str, Tensor]], weight: int) -> dict[str, float]:
-        """Sum statistics and weights over all microbatches and data-parallel ranks. All ranks get the totals."""
+        """Return the sums of statistics and weights over all microbatches and data-parallel ranks, on every rank.
+
+        kept: the statistics of each of this rank's microbatches. weight: the sum of their weights.
+        """
         totals: list[Any] = [None]
         if self.groups.is_last_stage:
             names = list(kept[0])  # every microbatch has the same names, even without a trained row
@@ -254,7 +275,7 @@ class MicrobatchEngine(ModelEngine):
         return self._arrived(self.chunks[-1].output_weight(), self.wrapped[-1])
 
     def _embedding(self) -> Tensor:
-        """Return this tensor rank's part of the embedding, on the last pipeline stage."""
+        """Return this tensor rank's part of the embedding. It is called on the last pipeline stage."""
         if self.arch.tied:
             return self._output_weight()
         return self._first_embedding() if self._far_embedding is None else self._far_embedding
@@ -263,14 +284,17 @@ class MicrobatchEngine(ModelEngine):
         return self._arrived(self.chunks[0].embedding.word_embeddings.weight, self.wrapped[0])
 
     def _arrived(self, weight: Tensor, wrapped: Any) -> Tensor:
-        """Return a weight of a chunk after waiting for its update, as Megatron does before each module's forward."""
+        """Return a weight after waiting for its update, as Megatron does before the forward pass of each module.
+
+        wrapped: the model chunk, wrapped in DDP, that has the weight.
+        """
         if self.optimizer is not None and self.config.optimizer.overlap and weight.requires_grad:
             wrapped.param_to_bucket_group[weight].finish_param_sync()
         return weight
 
     @torch.no_grad()
     def _bring_embedding(self) -> None:
-        """Copy the embedding to the last pipeline stage, unless that has it anyway."""
+        """Copy the embedding from the first to the last pipeline stage, unless the last stage has it anyway."""
         pipeline = self.groups.pipeline
         if pipeline.size == 1 or self.arch.tied:
             return

@@ -35,7 +35,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class PolicyModel(GPTModel):
-    """GPTModel whose last stage returns hidden states, gathered for a vocab-parallel head, instead of logits."""
+    """GPTModel whose last stage returns hidden states instead of logits.
+
+    Each tensor rank gets all rows, as a vocab-parallel head needs.
+    """
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if not self.post_process:
@@ -54,7 +57,11 @@ class PolicyModel(GPTModel):
 
 
 class ValueModel(PolicyModel):
-    """PolicyModel with a value head. Tensor ranks have the same states, loss and gradient, which is not summed."""
+    """PolicyModel with a value head.
+
+    The tensor ranks compute the head with the same states, loss and gradient. The gradient is therefore not summed over
+    them.
+    """
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -75,14 +82,17 @@ def padded_vocab(arch: Architecture, groups: ParallelGroups) -> int:
 
 
 def vocab_shard(arch: Architecture, groups: ParallelGroups) -> VocabShard:
-    """Return this tensor rank's columns of the vocabulary, without padding, which must get no probability mass."""
+    """Return this tensor rank's columns of the vocabulary. Padding is not included: it must get no probability."""
     rows = padded_vocab(arch, groups) // groups.tensor.size
     start = groups.tensor.rank * rows
     return VocabShard(start, min(start + rows, arch.vocab), arch.vocab, groups.tensor.group)
 
 
 def compiles_activation(arch: Architecture, dtype: torch.dtype) -> bool:
-    """Return True if local layers use a compiled SwiGLU: one kernel per pass, which keeps only its input."""
+    """Return True if the model's local layers use a compiled SwiGLU.
+
+    It runs as one kernel per pass, and keeps only its input for the backward pass.
+    """
     return platform.has_cuda() and dtype is torch.bfloat16 and arch.activation == "silu"
 
 
@@ -91,8 +101,10 @@ def transformer_config(
 ) -> TransformerConfig:
     """Translate the architecture and the layout into Megatron's config. Needs no process group.
 
-    Raises ValueError if the settings contradict each other. passed_through: the `megatron:` section. is_elsewhere: the
-    run is planned for machines with all packages that the settings need; the result describes local layers.
+    Raises ValueError if the settings contradict each other.
+    passed_through: the `megatron:` section.
+    is_elsewhere: True if other machines will train, which have all packages that the settings need. The result then
+      describes local layers.
     """
     dtype, parallel, chunks = DTYPES[config.model.dtype], config.parallel, config.parallel.virtual_pipeline
     check_layout(arch, parallel, passed_through)
@@ -190,7 +202,7 @@ def transformer_config(
 def build_chunks(
     arch: Architecture, tf_config: TransformerConfig, groups: ParallelGroups, config: EngineConfig
 ) -> list[PolicyModel]:
-    """Return this rank's model chunks with uninitialized weights. A rank of an interleaved pipeline has several."""
+    """Return this rank's model chunks with uninitialized weights. There are several in an interleaved pipeline."""
     count = tf_config.virtual_pipeline_model_parallel_size or 1
     stages = range(count) if count > 1 else [None]  # Megatron uses None for a plain pipeline
     chunks = [_build(arch, tf_config, groups, stage, is_last=stage in (None, count - 1)) for stage in stages]
@@ -242,7 +254,7 @@ def _build(
 
 
 def check_exact(arch: Architecture, config: EngineConfig, *, uses_transformer_engine: bool) -> None:
-    """Raise ValueError for a model or layout whose values could not be the servers' to the bit."""
+    """Raise ValueError for a model or layout whose values could not equal those of the servers to the bit."""
     parallel, lora = config.parallel, config.lora.rank
     is_plain = arch.mixture is arch.latent is arch.delta_net is None and not any(arch.windows) and not arch.has_sinks
     faults = {
@@ -260,7 +272,8 @@ def check_exact(arch: Architecture, config: EngineConfig, *, uses_transformer_en
 def compute_in_fixed_order(model: nn.Module) -> None:
     """Make a model's layers compute each row in an order that does not depend on other rows (rollout.exact).
 
-    Values are those of ops/fixed_order.py and of the embedded server with --exact; gradients are Megatron's.
+    The values are those of ops/fixed_order.py, which the embedded server with --exact also computes. The gradients are
+    Megatron's.
     """
     for module in model.modules():
         if isinstance(module, tensor_parallel.ColumnParallelLinear | tensor_parallel.RowParallelLinear):

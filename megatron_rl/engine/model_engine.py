@@ -1,4 +1,4 @@
-"""Base class of both engines: initial weights, scores, statistics, publication and skipped updates."""
+"""Base class of both engines: initial weights, scores, statistics, publication, and updates that are skipped."""
 
 from __future__ import annotations
 
@@ -52,19 +52,19 @@ class ModelEngine(TrainEngine):
         self._said_what_servers_keep = False
 
     def first_weights(self) -> WeightSource:
-        """Return the source of the initial weights: the model's folder, or random numbers from the seed."""
+        """Return the source of the initial weights: the model's folder, or random numbers from the config's seed."""
         config = self.config
         seed = config.seed if config.model.init == "random" else None
         return weight_source(config.model.path, self.arch, random_seed=seed)
 
     def say_what_is_not_loaded(self, folder: str | Path) -> None:
-        """Log, on the main rank, the tensors of a HF folder for which this model has no parameters."""
+        """Log which tensors of a HF folder this model has no parameters for. Only the main rank logs."""
         if self.groups.is_main and (text := without_rule_text(folder)):
             logger.warning("%s", text)
 
     @property
     def saved_model(self) -> dict[str, str]:
-        """Arguments of functions that write weights: the folder whose config and tokenizer are copied, and the head."""
+        """Arguments for functions that write weights: the folder with the config and the tokenizer, and the head."""
         return {"model_folder": self.config.model.path, "head": self.arch.head}
 
     def optimizer_options(self, lr: float | None) -> OptimizerConfig:
@@ -73,14 +73,14 @@ class ModelEngine(TrainEngine):
         return options if lr is None else replace(options, lr=lr, min_lr=0.0, schedule="constant", warmup_updates=0)
 
     def in_microbatches(self, batch: TrajectoryBatch, **options: Any) -> list[MicroBatch]:
-        """Return the batch in microbatches, as many on every rank. options: see pack_alike."""
+        """Pack the batch into microbatches, equally many on every rank. options: further arguments of `pack_alike`."""
         self.check_tokens(batch)
         config = self.config
         limits = {"tokens_per_microbatch": config.tokens_per_microbatch, "allow_longer": config.allow_longer_sequences}
         return pack_alike(batch, self.groups, **limits, **options)
 
     def check_tokens(self, batch: TrajectoryBatch) -> None:
-        """Raise ValueError for a token id outside the vocabulary, including ids of padded embedding rows."""
+        """Raise ValueError if a token id is outside the vocabulary. Ids of padded embedding rows are outside, too."""
         ids = batch["input_ids"]
         if not len(ids):
             return
@@ -105,7 +105,11 @@ class ModelEngine(TrainEngine):
         tensors: Iterator[tuple[str, Tensor]],
         version: int,
     ) -> None:
-        """Send weights to the rollout servers through `receiver`. Collective: every rank calls it."""
+        """Send weights to the rollout servers. Collective: every rank calls it.
+
+        receiver: the servers' side of the publication. specs: names, dtypes and shapes of the tensors. tensors: the
+        tensors and their names. version: the policy version that the servers then have.
+        """
         if self.publisher is None:  # created lazily: the servers are unknown before the first call
             self.publisher = make_publisher(receiver, self.config, self.arch, backend=platform.backend())
         if not self._said_what_servers_keep:
@@ -114,7 +118,7 @@ class ModelEngine(TrainEngine):
         self.publisher.publish(specs, tensors, version)
 
     def _say_what_servers_keep(self) -> None:
-        """Log, on the main rank, the tensors of the model's folder that no publication sends."""
+        """Log which tensors of the model's folder no publication sends. Only the main rank logs."""
         model, how = self.config.model, self.config.publication
         if not self.groups.is_main or model.init != "hf" or how in ("disk", "adapters"):
             return
@@ -131,11 +135,17 @@ class ModelEngine(TrainEngine):
             self.publisher.close()
 
     def saved_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the HF tensors that a saved model has, apart from those of its folder that no parameter is made of."""
+        """Yield the HF tensors that a saved model is made of.
+
+        Tensors of the model's folder for which the model has no parameter are not among them.
+        """
         return iter(self.hf_tensors())
 
     def write_weights(self, path: str | Path) -> None:
-        """Write `saved_tensors` to a HF folder. Collective. Raises CheckpointError on all ranks if writing fails."""
+        """Write the `saved_tensors` to a HF folder. Collective: every rank calls it.
+
+        Raises CheckpointError on all ranks if writing fails.
+        """
         tensors = iter(self.saved_tensors())
 
         def write() -> None:
@@ -150,7 +160,10 @@ class ModelEngine(TrainEngine):
         self.write_on_main("weights", write)
 
     def write_on_main(self, what: str, write: Callable[[], None]) -> None:
-        """Call `write` on the main rank. Raises CheckpointError on all ranks if it could not write its files."""
+        """Call `write` on the main rank. Raises CheckpointError on all ranks if it could not write its files.
+
+        what: what is written, for the error's text.
+        """
         if fault := self.groups.on_main(write):
             raise CheckpointError(f"{what} {fault}; see that the disk has space, and save again.")
 
@@ -164,9 +177,9 @@ class ModelEngine(TrainEngine):
         self.version = version
 
     def score(self, data: TrajectoryBatch | TensorDict) -> Tensor:
-        """Return a reward model's score of each sequence, `[B]` float32: the value at its last token, 0 if empty.
+        """Return a reward model's score of each sequence, `[B]` float32: the value at the sequence's last token.
 
-        Collective: every rank calls it with its share of the data.
+        The score of an empty sequence is 0. Collective: every rank calls it with its share of the data.
         """
         self.check_head("score", "value")
         # The value at a token is of the state before it. The state after the last token needs one more token.
@@ -184,9 +197,10 @@ class ModelEngine(TrainEngine):
     def note_update(
         self, applied: bool, data: Any, loss_fn: Any, *, loss: float, grad_norm: float, results: Tensor | None = None
     ) -> str:
-        """Count an applied update, or log why it was skipped. Returns that reason, or ''. Collective.
+        """Count an applied update, or log why an update was skipped. Collective: every rank calls it.
 
-        results: log-probs from which the loss was computed. If None, they are recomputed for a skipped update.
+        Returns the reason why the update was skipped, or '' if it was applied. results: the log-probs or values from
+        which the loss was computed. If it is None and the update was skipped, they are computed again.
         """
         self.version += applied
         self.was_skipped = not applied
@@ -212,7 +226,7 @@ class ModelEngine(TrainEngine):
             )
 
     def check_head(self, asked: str, head: str) -> None:
-        """Raise ValueError unless this engine's head is `head`. The error says that `asked` needs it."""
+        """Raise ValueError unless this engine's head is `head`. asked: what needs this head, for the error's text."""
         if self.arch.head != head:
             raise ValueError(
                 f"{asked}: needs an engine with head={head!r}, and this one has {self.arch.head!r}: log-probs and "
@@ -221,12 +235,12 @@ class ModelEngine(TrainEngine):
 
 
 def trained_tokens(rows: TensorDict) -> Tensor:
-    """Return a microbatch's default loss weight: its number of trained rows."""
+    """Return the number of trained rows of a microbatch, which is the default loss weight."""
     return (rows["labels"] >= 0).sum()
 
 
 def loss_weight(found: Any) -> Tensor:
-    """Return what a loss_weight_fn returned as an int tensor on the host. Raises ValueError for a fraction."""
+    """Convert the result of a loss_weight_fn to an int tensor on the host. Raises ValueError if it is a fraction."""
     weight = torch.as_tensor(found)
     if weight.is_floating_point() and float(weight) != int(weight):
         raise ValueError(
@@ -237,13 +251,16 @@ def loss_weight(found: Any) -> Tensor:
 
 
 def step_stats(totals: dict[str, float], **rest: Any) -> StepStats:
-    """Build a step's statistics from `totals`, the global sums by name. Removes "loss" and "weight" from `totals`."""
+    """Build a step's statistics. totals: the global sums by name, from which "loss" and "weight" are removed.
+
+    rest: further fields of StepStats.
+    """
     loss, weight = totals.pop("loss"), totals.pop("weight")
     return StepStats(loss=loss / max(weight, 1.0), weight=weight, sums=totals, **rest)
 
 
 def carried_by_model(config: EngineConfig) -> Iterable[tuple[str, Tensor]]:
-    """Yield the tensors of the model's folder that no parameter is made of, unchanged."""
+    """Yield the tensors of the model's folder that no parameter of the model is made of. They are unchanged."""
     return carried_tensors(config.model.path) if config.model.init == "hf" else ()
 
 

@@ -1,9 +1,9 @@
 """A model's own multi-token-prediction layer as draft head, built from megatron.core's layers.
 
 It learns as the head in draft_head.py does. The next token's embedding and the policy's last hidden state, each after a
-norm, are projected to the input of one layer of the model's kind, whose output goes through a norm to the policy's
-output layer (DeepSeek-V3, arXiv 2412.19437, section 2.2). The layer is on the last pipeline stage, and divided over
-tensor, expert and expert-tensor ranks as the model's layers are. A context rank computes whole sequences.
+norm, are projected to the input of one layer of the model's kind. The layer's output passes a norm and then the
+policy's output layer (DeepSeek-V3, arXiv 2412.19437, section 2.2). The layer is on the last pipeline stage. It is
+divided over tensor, expert and expert-tensor ranks like the model's layers. A context rank computes whole sequences.
 """
 
 from __future__ import annotations
@@ -39,11 +39,14 @@ from megatron_rl.weights.reshard import HFExport, load_shards, rules_of
 from megatron_rl.weights.tensor_rules import Rule, WeightSource
 
 STATE, MOMENTS = "draft", ("exp_avg", "exp_avg_sq")
-"""Prefix of the layer's names in a checkpoint, and Adam's names of what it saves for each weight."""
+"""The prefix of the layer's names in a checkpoint, and the names of the two tensors that Adam keeps for each weight."""
 
 
 class MTPLayer(ShardedModule):
-    """The layer's modules. Maps states and embeddings, `[R, H]` each, to `[R, H]`: this tensor rank's rows of both."""
+    """The modules of the layer. They map states and embeddings, `[R, H]` each, to new states `[R, H]`.
+
+    All three have this tensor rank's rows.
+    """
 
     def __init__(self, arch: Architecture, config: TransformerConfig) -> None:
         super().__init__()
@@ -63,7 +66,10 @@ class MTPLayer(ShardedModule):
 
 
 def layer_config(arch: Architecture, config: EngineConfig, passed_through: dict[str, Any]) -> TransformerConfig:
-    """Return Megatron's config of the layer. arch: the model's. passed_through: the `megatron:` section."""
+    """Return Megatron's config of the layer.
+
+    arch: the architecture of the whole model. passed_through: the `megatron:` section.
+    """
     parallel = replace(config.parallel, pipeline=1, virtual_pipeline=1)
     own = replace(config, parallel=parallel, lora=LoraConfig(), draft=DraftConfig(), exact=False, routing_replay="off")
     if not arch.fits_transformer_engine:  # nor does the layer, whose norms and attention are the model's
@@ -74,7 +80,10 @@ def layer_config(arch: Architecture, config: EngineConfig, passed_through: dict[
 
 
 class MTPHead(DraftHead):
-    """The layer with its optimizer. `weights` are float32 copies of this rank's parameters; {} on earlier stages."""
+    """The layer with its optimizer.
+
+    `weights` are float32 copies of this rank's parameters. On pipeline stages other than the last, it is {}.
+    """
 
     def __init__(
         self,
@@ -121,7 +130,10 @@ class MTPHead(DraftHead):
         return states[:count]
 
     def _packed(self, positions: Tensor, lengths: list[int], split: int) -> PackedRows:
-        """Return the plan of plain sequences one after the other, padded to a multiple of `split` rows."""
+        """Return the plan of sequences that share nothing, one after the other, padded to a multiple of `split` rows.
+
+        positions: the position of each row in its sequence. lengths: the number of rows of each sequence.
+        """
         if not lengths:  # a row without a meaning: layers need one
             positions, lengths = torch.zeros(1, dtype=torch.int64), [1]
         rows, sizes = torch.arange(len(positions)), torch.tensor(lengths)
@@ -160,7 +172,10 @@ class MTPHead(DraftHead):
         return list(gradients.values()), float(squares)
 
     def _has_part(self, name: str, rule: Rule) -> bool:
-        """Return True if each tensor rank has the gradient of its own rows or heads, of a weight that it has whole."""
+        """Return True if each tensor rank has this whole weight, but only a part of its gradient.
+
+        The part is that of the rank's own rows or heads.
+        """
         if rule.expert is not None or rule.layout.split_dim is not None:
             return False
         of_heads = self.arch.qk_norm and name.endswith(("q_layernorm.weight", "k_layernorm.weight"))
@@ -186,7 +201,7 @@ class MTPHead(DraftHead):
 
     @functools.cached_property
     def export(self) -> HFExport:
-        """The plan of `hf_tensors`. The first access is collective."""
+        """The export plan from which `hf_tensors` streams. The first access is collective."""
         chunks = [] if self.layer is None else [self.layer]
         return HFExport(chunks, self.arch, self.groups, device=self.device)
 
@@ -206,7 +221,7 @@ class MTPHead(DraftHead):
         return "mtp_updates" in common
 
     def checkpoint_state(self, metadata: dict[str, Any], *, with_moments: bool = True) -> dict[str, Any]:
-        """Return weights and moments as shards, which any layout can load."""
+        """Return the weights and Adam's moments as shards, which any layout can load. The arguments are DraftHead's."""
         state: dict[str, Any] = {}
         if self.layer is not None:
             whole = self.layer.sharded_state_dict(metadata=metadata)
@@ -233,7 +248,7 @@ class MTPHead(DraftHead):
         self._write_back()
 
     def _moments_of(self, weight: nn.Parameter) -> dict[str, Tensor]:
-        """Return Adam's state of a weight. It is created as Adam's first step would create it."""
+        """Return Adam's state of a weight. If there is none yet, it is created as Adam's first step would create it."""
         state: dict[str, Tensor] = self.optimizer.state[weight]
         if not state:
             state |= {"step": torch.zeros(()), **{kind: torch.zeros_like(weight) for kind in MOMENTS}}

@@ -1,7 +1,7 @@
-"""Moving a model's tensors from device to host memory and back, so that several models can share one device.
+"""Moves a model's tensors from device to host memory and back, so that several models can share one device.
 
-Storages are emptied and refilled in place. Their views therefore stay valid: parameters in DDP's buffer, buckets, and
-the distributed optimizer's shards.
+Storages are emptied and refilled in place. Therefore all views of them stay valid: parameters in DDP's buffer, buckets,
+and the distributed optimizer's shards.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Engine = Any  # a MegatronEngine, whose module imports this one
 
 
 class HostCopy:
-    """Host memory that holds some of a model's storages while they are off the device. It is reused each time."""
+    """Host memory for the content of some of a model's storages while they are off the device. It is reused."""
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
@@ -52,7 +52,10 @@ class HostCopy:
         torch.cuda.empty_cache()
 
     def _rooms(self, sizes: dict[int, int]) -> dict[int, Tensor]:
-        """Return a part of the host memory for each storage of `sizes`. Enlarges the host memory if needed."""
+        """Return a part of the host memory for each storage. sizes: the storages' sizes in bytes.
+
+        The host memory is enlarged if it is too small.
+        """
         ends = list(itertools.accumulate(math.ceil(size / ALIGNMENT) * ALIGNMENT for size in sizes.values()))
         if ends and ends[-1] > len(self.memory):
             self.hosts = {}
@@ -64,7 +67,7 @@ class HostCopy:
 
     @torch.no_grad()
     def give_back(self) -> None:
-        """Refill the storages. Dropped storages become zeros."""
+        """Refill the storages. Those that were emptied without a copy get zeros."""
         for storage in self.kept:
             host = self.hosts[storage._cdata]
             storage.resize_(len(host))
@@ -80,7 +83,7 @@ def _bytes_of(storage: UntypedStorage) -> Tensor:
 
 
 def tensors_of(engine: Engine) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return an engine's weights, its optimizer's main parameters and states, and its gradient buffers."""
+    """Return three lists of an engine's tensors: weights, main parameters with optimizer states, gradient buffers."""
     weights = [parameter.data for parameter in engine.parameters()]
     if engine.optimizer is None:
         return weights, [], []
@@ -101,15 +104,16 @@ def tensors_of(engine: Engine) -> tuple[list[Tensor], list[Tensor], list[Tensor]
 
 
 class SharedDevice:
-    """One device shared by several engines: the active engine is on the device, the others are in host memory.
+    """One device shared by several engines. The active engine is on the device, and the others are in host memory.
 
         device = SharedDevice()
         policy = MegatronEngine(config, groups=groups, shared_device=device)
         reference = MegatronEngine(config, groups=groups, trainable=False, shared_device=device)
         policy.forward(batch)  # sends the reference out and brings the policy in
 
-    one_at_a_time: False allows several engines on the device together. make_room: asks the rollout servers on this
-    device to free memory, before an engine moves in; its argument says whether the optimizer's states move in too.
+    one_at_a_time: False allows several engines on the device together.
+    make_room: called before an engine moves in, to make the rollout servers on this device free memory. Its argument
+      says whether the optimizer's states move in too.
     """
 
     def __init__(self, *, one_at_a_time: bool = True, make_room: Callable[[bool], None] | None = None) -> None:
@@ -117,7 +121,10 @@ class SharedDevice:
         self.engines: list[Engine] = []
 
     def take(self, engine: Engine, *, with_states: bool = True) -> None:
-        """Move the other engines out, then move `engine` in, without its optimizer's states if not `with_states`."""
+        """Move the other engines out, then move `engine` in.
+
+        with_states: False to leave the optimizer's states of `engine` out.
+        """
         if self.make_room is not None:
             self.make_room(with_states)
         if self.one_at_a_time:
@@ -133,6 +140,6 @@ class SharedDevice:
                 engine.offload()
 
     def leave_but_weights(self, of_engine: Engine) -> None:
-        """Move everything out except the weights of one engine. Collective: every rank calls it."""
+        """Move everything out except the weights of `of_engine`. Collective: every rank calls it."""
         self.leave(of_engine)
         of_engine.offload(keeps_weights=True)

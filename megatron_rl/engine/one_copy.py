@@ -1,4 +1,4 @@
-"""Copying all of a microbatch's tensors to the device in one transfer, without blocking the host."""
+"""Copies all of a microbatch's tensors to the device in one transfer, without blocking the host."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ ALIGNMENT = 16  # alignment in bytes, sufficient for any dtype and for kernels t
 
 
 def one_copy(tree: Any, device: torch.device) -> Any:
-    """Return nested dicts, lists and named tuples with their tensors copied to the device, or as they are on the CPU.
+    """Copy the tensors in nested dicts, lists and named tuples to the device. Returns the same structure.
 
-    All tensors travel in one pinned buffer, of which the results are views. Separate copies from pageable memory would
-    make the host wait for all pending device work.
+    If the device is the CPU, the tensors are returned as they are. Otherwise all tensors travel in one pinned buffer,
+    and the results are views of its copy. Separate copies from pageable memory would make the host wait for all pending
+    device work.
     """
     leaves, structure = tree_flatten(tree)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -26,7 +27,7 @@ def one_copy(tree: Any, device: torch.device) -> Any:
 
 
 def pack(tensors: list[Tensor], *, pinned: bool = False) -> Tensor:
-    """Return the bytes of all tensors in one uint8 buffer, each at a multiple of ALIGNMENT."""
+    """Copy the bytes of all tensors into one uint8 buffer. Each tensor begins at a multiple of ALIGNMENT."""
     # torch does not reuse pinned memory until copies from it are done.
     buffer = torch.empty(sum(map(_room, tensors)), dtype=torch.uint8, pin_memory=pinned)
     for place, tensor in zip(cut(buffer, tensors), tensors, strict=True):
@@ -35,7 +36,10 @@ def pack(tensors: list[Tensor], *, pinned: bool = False) -> Tensor:
 
 
 def cut(buffer: Tensor, tensors: list[Tensor]) -> list[Tensor]:
-    """Return views of `pack`'s buffer, with the dtypes and shapes of `tensors`. The buffer may be on any device."""
+    """Return views of the buffer that `pack` builds, with the dtypes and shapes of `tensors`.
+
+    The buffer may be on any device.
+    """
     views, start = [], 0
     for tensor in tensors:
         views.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))

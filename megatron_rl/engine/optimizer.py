@@ -17,20 +17,25 @@ from megatron_rl import platform
 from megatron_rl.config import EngineConfig, OptimizerConfig
 
 BUFFERS = {"grad_reduce_in_fp32": (True, False), "bucket_size": None, "pad_buckets_for_high_nccl_busbw": (True, False)}
-"""DistributedDataParallelConfig fields that `optimizer.megatron` may set. None allows any number above 0."""
+"""Fields of DistributedDataParallelConfig that `optimizer.megatron` may set, and their possible values. None allows any
+number above 0."""
 OFFLOAD = {"optimizer_offload_fraction": None} | dict.fromkeys(
     ("overlap_cpu_optimizer_d2h_h2d", "pin_cpu_grads", "pin_cpu_params"), (True, False)
 )
 DTYPES = {"main_params_dtype": ("float32", "float16")} | dict.fromkeys(
     ("exp_avg_dtype", "exp_avg_sq_dtype"), ("float32", "bfloat16", "float16")
 )
-"""Dtypes that Adam's tensors may have. `grad_reduce_in_fp32` determines the gradients' dtype."""
+"""Options for the dtypes of Adam's tensors, and their possible values. The gradients' dtype follows from
+`grad_reduce_in_fp32`."""
 FLAGS = dict.fromkeys(("use_precision_aware_optimizer", "optimizer_cpu_offload"), (True, False))
 OFFERED: dict[str, tuple[Any, ...] | None] = BUFFERS | FLAGS | OFFLOAD | DTYPES
 
 
 def check_passed_through(config: EngineConfig, *, is_elsewhere: bool = False) -> None:
-    """Raise ValueError for the first field of `optimizer.megatron` that is unsupported or contradicts an option."""
+    """Raise ValueError for the first field of `optimizer.megatron` that is unsupported or contradicts an option.
+
+    is_elsewhere: True if other machines will train.
+    """
     given = config.optimizer.megatron
 
     def refuse(key: str, rule: str) -> None:
@@ -62,14 +67,14 @@ def check_passed_through(config: EngineConfig, *, is_elsewhere: bool = False) ->
 
 
 class CheckedOptimizer(ChainedOptimizer):
-    """Megatron's optimizers of one model, with a step that can be skipped once the gradient norm is known.
+    """Megatron's optimizers of one model, with a step that can still be skipped when the gradient norm is known.
 
-    `ChainedOptimizer.step` of megatron.core 0.16 to 0.19 prepares the gradients, calls `get_grad_norm`, clips, and
-    calls `step_with_ready_grads`, which alone changes weights, moments and step counts.
+    In megatron.core 0.16 to 0.19, `ChainedOptimizer.step` prepares the gradients, calls `get_grad_norm`, clips, and
+    calls `step_with_ready_grads`. Only the last of these changes weights, moments and step counts.
     """
 
     def step_if(self, is_sound: Callable[[float], bool]) -> tuple[bool, float]:
-        """Apply the gradients unless `is_sound(norm)` is False. Returns whether it applied them, and the norm."""
+        """Apply the gradients unless `is_sound(norm)` is False. Returns whether it has applied them, and the norm."""
         self._is_sound = is_sound
         return bool(self.step()[0]), self._norm
 
@@ -94,7 +99,10 @@ def gradient_buffers(config: OptimizerConfig) -> DistributedDataParallelConfig:
 
 
 def complete_gradients(chunk: Any) -> None:
-    """Give every rank all reduced gradients, not only the distributed optimizer's part of this rank. Collective."""
+    """Give every rank all reduced gradients of a model chunk. Collective.
+
+    The distributed optimizer alone would give each rank only the part that it updates.
+    """
     for group in [*chunk.bucket_groups, *chunk.expert_parallel_bucket_groups]:
         size, rank = group.intra_distributed_optimizer_instance_size, group.intra_distributed_optimizer_instance_rank
         for bucket in group.buckets if size > 1 else ():

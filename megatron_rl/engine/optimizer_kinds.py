@@ -1,8 +1,9 @@
 """Conversion of a checkpoint's optimizer state between plain Adam and Megatron's distributed optimizer.
 
-The main parameters have different names, and the plain optimizer of a float32 model has none, because it updates the
-weights themselves. Megatron arranges the rest of the state differently for the two kinds. torch's Adam stores the
-number of updates with each parameter's moments; apex and Transformer Engine store it in the parameter group.
+The two kinds of optimizer give the main parameters different names. The plain optimizer of a float32 model has no main
+parameters, because it updates the weights themselves. Megatron also arranges the rest of the state differently for the
+two kinds. torch's Adam stores the number of updates with each parameter's moments; apex and Transformer Engine store it
+in the parameter group.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ DISTRIBUTED, PLAIN = "optimizer.state.param.", "optimizer.state.fp32_param."
 
 
 def ask_as_plain(wanted: State, path: str) -> None:
-    """Rename the tensors in a distributed optimizer's `wanted` state as a plain optimizer's checkpoint names them.
+    """Rename the tensors in a distributed optimizer's state, so that they load from a plain optimizer's checkpoint.
 
-    Missing main parameters are loaded from the weights here, because one load may request a name only once.
+    wanted: the state to load into. path: the checkpoint. If the checkpoint has no main parameters, they are loaded
+    here, from the weights, because one load may request a name only once.
     """
     saved = dist_checkpointing.load_tensors_metadata(path)
     missing = []
@@ -39,14 +41,20 @@ def ask_as_plain(wanted: State, path: str) -> None:
 
 
 def ask_as_distributed(wanted: State) -> None:
-    """Rename the tensors in a plain optimizer's `wanted` state as a distributed optimizer's checkpoint names them."""
+    """Rename the tensors in a plain optimizer's state, so that they load from a distributed optimizer's checkpoint.
+
+    wanted: the state to load into.
+    """
     for part in _parts(wanted).values():
         for tensor in nested_values(part.get("fp32_from_fp16_params", [])):
             tensor.key = DISTRIBUTED + tensor.key.removeprefix(PLAIN)
 
 
 def arrange_as_distributed(loaded: State) -> State:
-    """Rearrange a loaded state for a distributed optimizer, without the tensors, which were loaded in place."""
+    """Rearrange a state for a distributed optimizer, after it was loaded from a plain optimizer's checkpoint.
+
+    The result has no tensors, because they were loaded in place.
+    """
 
     def arrange(part: State) -> State:
         inner = part.get("optimizer", part)  # one level deeper if a bfloat16 model has main parameters
@@ -56,7 +64,7 @@ def arrange_as_distributed(loaded: State) -> State:
 
 
 def arrange_as_plain(loaded: State) -> State:
-    """Rearrange a state loaded from a distributed optimizer's checkpoint for a plain optimizer."""
+    """Rearrange a state for a plain optimizer, after it was loaded from a distributed optimizer's checkpoint."""
 
     def arrange(part: State) -> State:
         groups = part["optimizer"]["param_groups"]
@@ -76,12 +84,12 @@ def arrange_as_plain(loaded: State) -> State:
 
 
 def counts_by_parameter(optimizer: Any) -> bool:
-    """Return True if an optimizer, once it has state, stores the number of updates per parameter."""
+    """Return True if an optimizer stores the number of updates with each parameter. It must already have state."""
     return any("step" in state for state in optimizer.state.values())
 
 
 def step_count(saved: State) -> int:
-    """Return the number of updates that an optimizer has made. saved: its unsharded state in a checkpoint."""
+    """Return the number of updates that an optimizer has made. saved: its unsharded state from a checkpoint."""
     counts = [0]
     for part in _parts(saved).values():
         inner = part.get("optimizer", part)
@@ -92,9 +100,10 @@ def step_count(saved: State) -> int:
 
 
 def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
-    """Adapt a loaded state to the class of Adam of each of these optimizers, which have made `count` updates.
+    """Adapt a loaded state to the class of Adam that each of these optimizers uses.
 
-    `betas` and `eps` come from this run, and options that the saved class of Adam lacked, such as torch's `fused`.
+    count: the number of updates that were made. `betas`, `eps`, and options that the saved class of Adam lacked, such
+    as torch's `fused`, are taken from this run.
     """
     for number, optimizer in enumerate(optimizers):
         if optimizer.optimizer is None:  # this rank has no parameters of this kind
@@ -113,7 +122,7 @@ def fit_adam(loaded: State, count: int, optimizers: list[Any]) -> None:
 
 
 def _parts(state: State) -> dict[int, State]:
-    """Return the state of each optimizer by its number. For a model with experts, Megatron chains several."""
+    """Return the state of each optimizer, by its number. For a model with experts, Megatron chains several of them."""
     return state if 0 in state else {0: state}
 
 

@@ -1,8 +1,8 @@
 """The distributed optimizer's state in a checkpoint: each rank saves its own part of each parameter, without a copy.
 
-A rank owns a range of each flattened parameter, saved as blocks of the parameter itself, so any layout can find its
-part again. megatron.core's formats either gather all parts on every host (`fully_reshardable`) or cannot be loaded in
-another layout (`dp_reshardable`).
+A rank owns a range of each flattened parameter. The range is saved as blocks of the unflattened parameter, so any
+layout can find its part again. megatron.core's formats either gather all parts on every host (`fully_reshardable`) or
+cannot be loaded in another layout (`dp_reshardable`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ NAMES = ("param", "exp_avg", "exp_avg_sq")  # Megatron's names of a main paramet
 
 
 def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a range of a flattened tensor of `shape` into blocks of the tensor. Yields each block's offset and shape.
+    """Cut the range from `start` to `stop` of a flattened tensor into blocks of the tensor, whose shape is `shape`.
 
-    list(blocks((4, 3), 2, 9))  # [((0, 2), (1, 1)), ((1, 0), (2, 3))]
+    Yields the offset and the shape of each block.
+
+        list(blocks((4, 3), 2, 9))  # [((0, 2), (1, 1)), ((1, 0), (2, 3))]
     """
     if len(shape) == 1:
         yield (start,), (stop - start,)
@@ -45,14 +47,18 @@ def blocks(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tupl
 
 
 class OptimizerShards:
-    """This rank's part of the state of one of Megatron's distributed optimizers. models: the sharded weights."""
+    """This rank's part of the state of one of Megatron's distributed optimizers.
+
+    models: the model's weights as shards, the result of `model_state`.
+    """
 
     def __init__(self, optimizer: Any, models: dict[str, Any]) -> None:
         self.optimizer = optimizer
         weights = {id(part.data): part for part in nested_values(extract_sharded_tensors_and_factories(models)[0])}
         buckets = [bucket for buffer in optimizer.gbuf_ranges for parts in buffer.values() for bucket in parts]
         self.owned = []
-        """Each parameter of which this rank owns a range: (parameter, place in the model, range, the range's state)."""
+        """The parameters of which this rank owns a range, as (parameter, its shard of the model, range, the range's
+        state)."""
         for bucket in buckets:
             for parameter, ranges in bucket["param_map"].items():
                 state = optimizer._get_main_param_and_optimizer_states(parameter)
@@ -93,7 +99,10 @@ class OptimizerShards:
                 yield from self._blocks(part, name, flat, start)
 
     def _blocks(self, part: ShardedTensor, name: str, flat: Tensor, start: int) -> Iterator[ShardedTensor]:
-        """Yield `flat` as blocks of `part`. `flat` starts at index `start` of the flattened part."""
+        """Yield a range of a flattened parameter as blocks of the parameter, each a ShardedTensor.
+
+        part: the parameter's shard. flat: the range's values, which begin at index `start` of the flattened shard.
+        """
         above = (1,) * part.prepend_axis_num  # axes of layers and experts
         for offset, size in blocks(part.local_shape, start, start + len(flat)):
             data, flat = flat[: math.prod(size)].view(above + size), flat[math.prod(size) :]

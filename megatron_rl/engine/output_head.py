@@ -1,6 +1,6 @@
 """The head, which computes logits, log-probs, a loss or values from the last stage's hidden states.
 
-Every context rank computes its own R rows and gets the results of all T rows that the loss reads.
+Each context rank computes the head on its own R rows. It gets the results of all T rows, which the loss reads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ from megatron_rl.parallel import Axis
 
 
 class Head:
-    """The output head of the last stage. `weight()` returns the current weight: the rows of `shard`, then padding."""
+    """The output head of the last stage.
+
+    `weight()` returns the current weight: the rows of the vocabulary that `shard` names, then padding.
+    """
 
     def __init__(
         self, stage: Any, weight: Callable[[], Tensor], shard: VocabShard, context: Axis, product: Product = head_logits
@@ -42,7 +45,8 @@ class Head:
     ) -> Tensor:  # fmt: skip
         """Return log p(label) and, if `with_entropy`, the entropy: `[1 or 2, T]` float32.
 
-        rows: `labels`, and `support` and `adjustment` if servers sample from a part of the vocabulary or change logits.
+        rows: a microbatch's columns. They must include `labels`, and also `support` and `adjustment` if servers sample
+        from a part of the vocabulary or change logits.
         """
         options = self._weight() | self._rows(packed, temperature) | {"with_entropy": with_entropy}
         parts = ops.lm_head_logprobs(hidden, labels=rows["labels"], **_support(rows), **options)
@@ -69,7 +73,7 @@ class Head:
     def _loss_of_rows(
         self, loss: LogprobLoss, hidden: Tensor, rows: TensorDict, packed: PackedRows, term: LogitsTerm | None
     ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Compute `logprob_loss` together with its gradient, for a loss that is a sum over rows."""
+        """Do what `logprob_loss` does, for a loss that is a sum over rows. The same pass computes the gradient."""
         labels = rows["labels"]
         found = torch.zeros(len(labels), dtype=torch.float32, device=hidden.device)
         # A column per sequence may have as many entries, but a loss by row reads none.
@@ -93,11 +97,14 @@ class Head:
         return self._for_loss(self.stage.output_layer(hidden), packed).masked_fill(labels < 0, 0.0)
 
     def states(self, hidden: Tensor, packed: PackedRows, trained: Tensor) -> Tensor:
-        """Return the hidden states `[n, H]` that predict the trained rows `[n]`, on every context rank."""
+        """Return the hidden states `[n, H]` from which the trained rows are predicted, on every context rank.
+
+        trained: `[n]`, the indices of these rows.
+        """
         return self._for_loss(hidden, packed).index_select(0, trained)
 
     def top(self, states: Tensor, count: int, temperature: float) -> TopTokens:
-        """Return the `count` most likely tokens after each state, in chunks because of the logits' size."""
+        """Return the `count` most likely tokens after each state. It works in chunks, because logits are large."""
         weight, size = self._whole_rows()
         parts = [
             ops.top_tokens(head_logits(some, weight).float(), count, self.shard, temperature)
@@ -106,7 +113,10 @@ class Head:
         return TopTokens(torch.cat([part.tokens for part in parts]), torch.cat([part.logprobs for part in parts]))
 
     def kept(self, hidden: Tensor, labels: Tensor, packed: PackedRows, cut: Cut, temperature: float) -> KeptTokens:
-        """Return the tokens of `T` rows that `cut` keeps, on every context rank. Rows without a label have none."""
+        """Return the tokens that the sampling options `cut` keep in each of the T rows, on every context rank.
+
+        Rows without a label have no tokens.
+        """
         weight, size = self._whole_rows()
         picked = pick(hidden, packed.predicting, packed.trained, weight.dtype)
         # Other context ranks have the other rows, so that ids are counted from 1 and added up.
@@ -123,13 +133,16 @@ class Head:
         return KeptTokens(ids - 1, log_mass, is_outside.bool())
 
     def _whole_rows(self) -> tuple[Tensor, int]:
-        """Return the weight without padding, and how many rows of whole logits are computed at a time."""
+        """Return the weight without its padding, and the number of rows whose whole logits are computed at a time."""
         weight = self.weight()
         # Padding counts: tensor ranks have different amounts of it, and communicate in each chunk.
         return weight[: self.shard.stop - self.shard.start], rows_of_chunk(CHUNKS_OF_TERM * len(weight))
 
     def _weight(self) -> dict[str, Tensor]:
-        """Return the weight and, during training, megatron.core's buffer to which the weight's gradient is added."""
+        """Return the weight and, during training, the buffer of megatron.core to which the weight's gradient is added.
+
+        The keys are the names of arguments of `lm_head_loss`.
+        """
         weight = self.weight()
         if not (torch.is_grad_enabled() and weight.requires_grad):
             return {"weight": weight}
@@ -144,7 +157,10 @@ class Head:
         return {"rows": packed.predicting, "kept": packed.trained} | columns
 
     def _for_loss(self, values: Tensor, packed: PackedRows) -> Tensor:
-        """Convert each context rank's rows `[R, ...]` to all of the loss's rows `[T, ...]`, on every context rank."""
+        """Combine the rows `[R, ...]` of all context ranks into the rows `[T, ...]` that the loss reads.
+
+        Every context rank gets the result.
+        """
         if packed.in_order:
             return values[: len(packed.reads)]  # a view without the padding, not a copy
         missing = (packed.reads < 0).view(-1, *[1] * (values.ndim - 1))

@@ -2,9 +2,10 @@
 
 A microbatch is a list of segments of rows. A segment attends to itself causally, and to all of its ancestors: a prompt
 that several replies share, or the common part of forked dialogues. Context parallelism splits the rows, not the
-sequences, into 2 x size chunks. Rank r gets chunks r and 2 x size - 1 - r (zigzag), which balances early and late rows.
-A chunk boundary cuts a segment into pieces. A piece's queries are its own rows, which are also its last keys, as
-variable-length kernels require. For example, two segments, written as in MicroBatch, on two ranks:
+sequences, into 2 x size chunks. Rank r gets chunks r and 2 x size - 1 - r (zigzag), so that each rank has early rows,
+which attend to few keys, and late ones. The end of a chunk cuts a segment into pieces. A piece's queries are its own
+rows. They are also its last keys, as variable-length kernels require. For example, two segments, written as in
+MicroBatch, on two ranks:
 
     rows          0  1 | 2  3 | 4  5 | 6  7      segments [0 5 -1 0], [5 3 -1 0]
     chunk, rank   0  0 | 1  1 | 2  1 | 3  0
@@ -33,7 +34,7 @@ from megatron_rl.types import MicroBatch, prefix_sums
 
 
 class Alike(NamedTuple):
-    """Pieces with n queries and m keys each, computed by one call of dense attention."""
+    """Some pieces with n queries and m keys each. One call of dense attention computes all of them."""
 
     n: int
     m: int
@@ -42,38 +43,45 @@ class Alike(NamedTuple):
 
 @dataclass(kw_only=True)
 class PackedRows(PackedSeqParams):
-    """Positions and attention plan of R rows, cut into P pieces. Megatron's own fields describe one sequence."""
+    """Positions and attention plan of R rows, which are cut into P pieces.
+
+    Megatron reads fields of its own base class, which describe the rows as one sequence.
+    """
 
     positions: Tensor  # `[R]` int64 rotary positions
     reads: Tensor
     """`[T]` int64: the row of this rank that predicts each loss row, or -1 if that row is on another context rank."""
     trained: Tensor
-    """int64 indices of the loss rows that have a label and are predicted on this rank, determined on the host."""
+    """Indices (int64) of the loss rows that have a label and are predicted on this rank. They are determined on the
+    host."""
     predicting: TakenRows  # this rank's rows that predict the `trained` rows
     in_order: bool  # True if row t predicts loss row t for every t
     keys: TakenRows | None
-    """Indices of the pieces' keys in the rows gathered over the context axis, or None if the keys are those rows."""
+    """Index of each key of the pieces in the rows gathered over the context axis. None if these rows are the keys."""
     routes: Tensor | None = None
-    """`[R, mixtures of this rank, slots]`: the servers' experts, encoded as in megatron_rl/routes.py."""
+    """`[R, mixture layers of this rank, slots]`: the experts that the servers chose, encoded as in
+    megatron_rl/routes.py."""
     context: Axis
     longest_query: int
     longest_key: int
     query_cu: Tensor | None = None
-    """`[P + 1]` int32 prefix sums of the pieces' query counts. None (as is `key_cu`) if attention is dense."""
+    """`[P + 1]` int32 prefix sums of the pieces' numbers of queries. With dense attention, this and `key_cu` are None.
+    """
     key_cu: Tensor | None = None
     alike: list[Alike] = field(default_factory=list)
-    """Groups of equally shaped pieces, for dense attention. Keys are listed in this order of the pieces."""
+    """Groups of equally shaped pieces, for dense attention. The keys are listed in the order of the pieces here."""
     queries: TakenRows | None = None
     """Indices of this rank's rows in the order of `alike`, or None if the rows already are in that order."""
     unsorted: TakenRows | None = None
-    """Index of each row in the concatenated outputs of `alike`. None if `queries` is None."""
+    """Index of each row in the concatenated results of the groups in `alike`. None if `queries` is None."""
     segments: Tensor  # `[S, 4]` segments of the microbatch and its padding, as in MicroBatch, on the host
     forks: Forks | None = None
-    """Plan for attention that reads the keys of forked dialogues in place, from the rows of all context ranks."""
+    """Plan for attention that does not copy the shared keys of forked dialogues. It covers the keys of all context
+    ranks."""
     _planned: dict[Any, Any] = field(default_factory=dict)
 
     def once(self, key: Any, plan: Callable[[], Any]) -> Any:
-        """Return what `plan` returned when a layer first asked with this key."""
+        """Return the result of `plan()`, which is called only when a layer first asks with this key."""
         if key not in self._planned:
             self._planned[key] = plan()
         return self._planned[key]
@@ -84,12 +92,15 @@ class PackedRows(PackedSeqParams):
 
 
 def row_multiple(*, context: int, sequence_split: int) -> int:
-    """Return the number of which the row count must be a multiple, so that ranks of both axes have equal parts."""
+    """Return the number that the row count must be a multiple of, so that all ranks have equal parts.
+
+    context: the size of the context axis. sequence_split: the number of tensor ranks that split the rows, or 1.
+    """
     return math.lcm(2 * context if context > 1 else 1, context * sequence_split)
 
 
 def has_varlen_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if there are variable-length kernels for this device and dtype: 16-bit dtypes on CUDA."""
+    """Return True if attention has variable-length kernels for this device and dtype: 16-bit dtypes on CUDA."""
     return device.type == "cuda" and dtype != torch.float32
 
 
@@ -106,11 +117,12 @@ def own_rows(
 ) -> tuple[Tensor, PackedRows]:
     """Return the token ids `[R]` that this context rank computes, and the PackedRows that its layers need.
 
-    Rows are padded to a multiple of `multiple_of`; the padding is a separate segment.
+    multiple_of: the rows are padded to a multiple of this number. The padding is a segment of its own.
     dtype: dtype of queries and keys.
-    parts: number of tensor ranks that each gather a part of the rows over the context axis, and exchange their parts.
+    parts: number of tensor ranks that each gather a part of the rows over the context axis, and then exchange the
+      parts.
     mixtures: indices of this rank's mixture layers in the microbatch's routes; None disables routing replay.
-    copies_shared_keys: False if a kernel reads the keys of forked dialogues in place.
+    copies_shared_keys: False if a kernel reads the shared keys of forked dialogues in place.
     """
     count = len(microbatch.computed)
     padding = -count % multiple_of
@@ -172,7 +184,7 @@ def own_rows(
 
 
 def _zigzag(total: int, context: Axis) -> list[tuple[int, int]]:
-    """Return the ranges of rows, (start, stop), that belong to this context rank."""
+    """Return the ranges (start, stop) of the rows that belong to this context rank. total: the number of all rows."""
     if context.size == 1:
         return [(0, total)]
     chunk = total // (2 * context.size)
@@ -192,9 +204,10 @@ def _gathered(total: int, context: Axis, parts: int) -> Tensor:
 
 
 def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Tensor, Tensor]:
-    """Cut the segments into pieces at the ends of the ranges.
+    """Cut the segments into pieces at the ends of this rank's ranges.
 
-    Returns for each piece, in the order of this rank's rows: segment, number of rows, number of keys in the segment.
+    Returns three tensors with an entry per piece, in the order of this rank's rows: the piece's segment, its number of
+    rows, and its number of keys in that segment.
     """
     parts = []
     for start, stop in ranges:
@@ -208,7 +221,10 @@ def _pieces(segments: Tensor, ranges: list[tuple[int, int]]) -> tuple[Tensor, Te
 
 
 def _key_runs(segments: Tensor, pieces: Tensor, own_keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the pieces' keys as runs of consecutive rows (first row, length), beginning with the oldest ancestor."""
+    """Return the keys of the pieces as runs of consecutive rows: the first row of each run, and the run's length.
+
+    The runs of a piece begin with its oldest ancestor. own_keys: the number of each piece's keys in its own segment.
+    """
     first, length, parent, _ = segments.T.tolist()
     starts: list[int] = []
     lengths: list[int] = []
@@ -222,7 +238,10 @@ def _key_runs(segments: Tensor, pieces: Tensor, own_keys: Tensor) -> tuple[Tenso
 
 
 def _dense(rows: Tensor, keys: Tensor) -> tuple[dict[str, Any], Tensor]:
-    """Group pieces of equal shape. Returns the PackedRows fields for them, and the order of the pieces."""
+    """Group the pieces of equal shape. Returns the PackedRows fields that describe the groups, and the pieces' order.
+
+    rows, keys: each piece's number of rows and of keys.
+    """
     shapes, member, counts = torch.unique(torch.stack([rows, keys], 1), dim=0, return_inverse=True, return_counts=True)
     alike = [Alike(n, m, count) for (n, m), count in zip(shapes.tolist(), counts.tolist(), strict=True)]
     order = member.argsort(stable=True)
@@ -233,6 +252,6 @@ def _dense(rows: Tensor, keys: Tensor) -> tuple[dict[str, Any], Tensor]:
 
 
 def _runs(starts: Tensor, lengths: Tensor) -> Tensor:
-    """Return the rows of all runs: starts[0], starts[0] + 1, ..., starts[1], starts[1] + 1, ..."""
+    """Return the rows of all runs, one run after the other. A run has `lengths` consecutive rows from `starts`."""
     offsets = torch.repeat_interleave(starts - (lengths.cumsum(0) - lengths), lengths)
     return offsets + torch.arange(len(offsets))

@@ -11,14 +11,16 @@ from megatron_rl.ops import fixed_order
 from megatron_rl.weights.decoder import Architecture
 
 Rotation = tuple[Tensor, Tensor] | Tensor
-"""Cosines and sines `[R, 1, D]` float32 of R rows, or their angles `[R, 1, 1, D]` for Transformer Engine's kernel."""
+"""The rotation of R rows: cosines and sines, `[R, 1, D]` float32 each. For Transformer Engine's kernel, it is the
+angles `[R, 1, 1, D]` instead."""
 
 
 class Rope:
-    """Frequencies of one rotary embedding. Layers of one model may use different embeddings."""
+    """Frequencies of a rotary embedding. The layers of one model may use different ones."""
 
     is_fused = False
-    """True to rotate with Transformer Engine's kernel if there is no attention factor. Set after building."""
+    """True to rotate with Transformer Engine's kernel, if there is no attention factor. It is set after the model is
+    built."""
     in_fixed_order = False  # True to compute cosines and sines as servers with --exact do. Set after building
 
     def __init__(self, inverse_frequencies: Tensor, attention_factor: float = 1.0) -> None:
@@ -26,7 +28,7 @@ class Rope:
 
     @classmethod
     def of(cls, arch: Architecture) -> Rope:
-        """Return the embedding that transformers computes for the architecture's `rope_theta` and `rope_scaling`."""
+        """Return the embedding that transformers computes from the architecture's `rope_theta` and `rope_scaling`."""
         if arch.rope_scaling is None:
             # Same operations as in transformers: different rounding would change the last bits of the frequencies.
             width = int(arch.head_dim * arch.rotary_share)
@@ -46,7 +48,7 @@ class Rope:
         return cls(frequencies.to(torch.get_default_device()), factor)
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """Return the rotation of rows at `[R]` positions."""
+        """Return the rotation of rows. positions: `[R]`, the position of each row."""
         # Kept on the device: a copy for each microbatch would make the host wait.
         self.inverse_frequencies = self.inverse_frequencies.to(positions.device)
         angles = torch.outer(positions.float(), self.inverse_frequencies)  # [R, D / 2]
@@ -58,7 +60,10 @@ class Rope:
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotate the first W features (the rotation's width) of `[R, heads, D]`: pair (i, i + W/2) by the row's angle i."""
+    """Rotate the first W of the D features of x, `[R, heads, D]`; W is the rotation's width.
+
+    The features i and i + W/2 are a pair. Each pair is rotated by the row's i-th angle.
+    """
     if isinstance(rotation, Tensor):
         from megatron.core.extensions.transformer_engine import fused_apply_rotary_pos_emb
 

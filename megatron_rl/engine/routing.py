@@ -1,7 +1,7 @@
 """Routers that replay the rollout servers' expert choices (R3), if `algo.routing_replay` is on.
 
 Megatron's own RouterReplay keeps the experts of one pass in the order of calls. Here each microbatch brings its experts
-in PackedRows, so the order of microbatches, pipeline chunks and recomputed layers does not matter.
+in PackedRows. So the order of microbatches, pipeline chunks and recomputed layers does not matter.
 
     row with a route    -> the server's experts in place of the trainer's top-k. Their weights are the trainer's, with
                            gradient (experts), or the server's values with the trainer's gradient (experts_and_weights)
@@ -28,7 +28,7 @@ from megatron_rl.types import TrajectoryBatch
 
 
 class ReplayedTop:
-    """Selects the server's experts instead of the top-k ones, with Megatron's `router_replay` interface."""
+    """Selects the servers' experts instead of the top-k ones. Megatron's router calls it through `router_replay`."""
 
     def __init__(self, slots: Tensor, changed: Tensor, agreed: Tensor | None) -> None:
         self.experts, self.changed, self.agreed = routes.experts_of(slots).long(), changed, agreed
@@ -51,7 +51,10 @@ class ReplayedTop:
         return scores.gather(1, experts), experts
 
     def _agreements(self, own: Tensor) -> Tensor:
-        """Return the four counts of routes.shift_fault, over rows whose two neighbors also have routes."""
+        """Return the four counts that `routes.shift_fault` takes, over the rows whose two neighbors also have routes.
+
+        own: the trainer's own choices.
+        """
         # At the few borders, a neighbor is of another sequence, which biases both neighbors' counts equally.
         inner = (self.has_route[:-2] & self.has_route[1:-1] & self.has_route[2:])[:, 0]
         chosen = own[1:-1, :, None]
@@ -63,7 +66,7 @@ class ReplayedTop:
 
 
 class ReplayRouter(TopKRouter):
-    """Megatron's router, except that it selects the experts of `slots` if they are set."""
+    """Megatron's router, except that it selects the experts that `slots` names, if they are set."""
 
     slots: Tensor | None = None  # the servers' routes for the rows, `[R, slots]`
     has_weights = False
@@ -88,7 +91,10 @@ class ReplayRouter(TopKRouter):
 
 
 def recompute_with_own_slots(mixture: MoELayer) -> None:
-    """Recompute a mixture layer with its own routes. Megatron would use those that a later microbatch has set."""
+    """Make a mixture layer be recomputed with the routes that its forward pass had.
+
+    Megatron would use the routes that a later microbatch has set.
+    """
     if not mixture.moe_layer_recompute:
         return
     mixture.moe_layer_recompute, compute = False, mixture.forward
@@ -108,7 +114,7 @@ def recompute_with_own_slots(mixture: MoELayer) -> None:
 
 
 class RoutingReplay:
-    """Gives each mixture layer of an engine the routes of the rows that the layer is about to compute."""
+    """Gives each mixture layer of an engine the routes of the rows that it is about to compute."""
 
     def __init__(self, form: RouteForm, chunks: list[Any], device: torch.device) -> None:
         self.form = form
@@ -130,9 +136,9 @@ class RoutingReplay:
         routes.check_complete(found, batch["loss_mask"], batch.cu_seqlens, self.form)
 
     def finish_pass(self, group: dist.ProcessGroup) -> None:
-        """Set `changed_share` from the choices since the last call. Collective over `group`, a gloo group of all ranks.
+        """Set `changed_share`: the share of choices since the last call that are not the trainer's own. Collective.
 
-        Raises RuntimeError if the servers' routes are shifted against the tokens.
+        group: a gloo group of all ranks. Raises RuntimeError if the servers' routes are shifted against the tokens.
         """
         counts = self._counts.cpu().clone()  # .cpu() makes no copy of a host tensor
         self._counts.zero_()
@@ -144,7 +150,10 @@ class RoutingReplay:
 
 
 def _hand_over(layer: nn.Module, args: Any, kwargs: dict[str, Any], *, column: int) -> None:
-    """Give a layer's router the routes of this tensor rank's rows, before the layer runs or is recomputed."""
+    """Give a layer's router the routes of this tensor rank's rows. This hook runs before the layer computes.
+
+    It also runs before the layer is recomputed. column: the layer's index in `PackedRows.routes`.
+    """
     packed: PackedRows = kwargs["packed_seq_params"]
     router, slots = layer.mlp.router, None
     if packed.routes is not None:

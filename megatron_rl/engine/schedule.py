@@ -23,19 +23,22 @@ from megatron_rl.parallel import ParallelGroups
 from megatron_rl.types import MicroBatch
 
 LastStage = Callable[[Tensor, MicroBatch, PackedRows], tuple[Tensor, Tensor, Any]]
-"""Function of the last stage that computes a microbatch's loss: (hidden `[R, H]` of this context rank, microbatch, its
-rows) -> (loss sum, integer weight on the host, anything to keep)."""
+"""Function that computes a microbatch's loss on the last stage: (hidden states `[R, H]` of this context rank,
+microbatch, its PackedRows) -> (loss sum, integer weight on the host, anything to keep)."""
 
 
 class KnownShapes(P2PCommunicator):
-    """Pipeline communicator for tensors whose shapes every stage knows on the host.
+    """Pipeline communicator for tensors whose shapes every stage already knows on the host.
 
-    Megatron's communicator also sends each tensor's shape, and waits for the device to read it. Tensors arrive in the
-    order of Megatron's schedule table; for gradients, the model chunks in it are reversed.
+    Megatron's communicator also sends the shape of each tensor, and waits for the device to read it. Tensors arrive in
+    the order of Megatron's schedule table. For gradients, the order of the table's model chunks is reversed.
     """
 
     def __init__(self, pipeline: dist.ProcessGroup, config: Any, rows: list[int], chunks: int) -> None:
-        """Prepare the shapes of one pass. rows: of each microbatch on this rank. chunks: number of model chunks."""
+        """Prepare the shapes of one pass. rows: the number of rows that each microbatch has on this rank.
+
+        chunks: the number of model chunks per rank.
+        """
         super().__init__(pipeline, config)
         round_length = config.microbatch_group_size_per_vp_stage if chunks > 1 else len(rows)
         shapes = [
@@ -52,10 +55,10 @@ class KnownShapes(P2PCommunicator):
 
 
 def divide_by_weight(groups: ParallelGroups) -> Callable[..., None]:
-    """Return a `finalize_model_grads` that divides by the global weight without a device sync.
+    """Return a `finalize_model_grads` that divides gradients by the global weight without waiting for the device.
 
-    Megatron's function reads the weight on the host to skip a division by 0. Here 0 counts as 1, because the gradients
-    are then 0 too.
+    Megatron's function reads the weight on the host, to skip a division by 0. Here a weight of 0 counts as 1, because
+    the gradients are then 0 too.
     """
 
     def finalize(chunks: list, weight: Tensor, **options: Any) -> None:
@@ -84,9 +87,11 @@ def run(
 ) -> list[Any]:
     """Run all microbatches through this rank's model chunks.
 
-    On the last pipeline stage, returns what `last_stage` kept, in the order of microbatches; on other stages, [].
-    config: Megatron's config of the model. mixtures, copies_shared_keys: see own_rows. prepare: called before each
-    microbatch's forward pass through a chunk, and before its backward pass, which may compute layers again.
+    On the last pipeline stage, returns what `last_stage` kept of each microbatch, in their order; on other stages, [].
+    config: Megatron's config of the model.
+    mixtures, copies_shared_keys: as in `own_rows`.
+    prepare: called with the microbatch before each of its passes through a chunk. It is called before the backward pass
+      too, because that may compute layers again.
     """
     split = groups.tensor.size if config.sequence_parallel else 1
     multiple = row_multiple(context=groups.context.size, sequence_split=split)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 
 class ShardedModule(nn.Module):
-    """Module whose parameters named in `cut` are saved as shards along dimension 0. Its other parameters are replicas.
+    """Module that saves the parameters named in `cut` as shards along dimension 0, and its others as replicas.
 
     By default, Megatron saves all parameters of modules that are not its own as replicas.
     """

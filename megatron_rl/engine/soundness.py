@@ -18,9 +18,10 @@ SHOWN = 3  # maximum number of tokens that each rank names
 def explain(
     loss: float, grad_norm: float, batch: TrajectoryBatch, results: Tensor, name: str, groups: ParallelGroups
 ) -> str:
-    """Say which trained tokens have NaN or infinite numbers or, if none has, which one has the largest. Collective.
+    """Say which trained tokens have NaN or infinite numbers or, if none has, which token has the largest. Collective.
 
-    loss, grad_norm: not finite on at least one rank. results: `[N]`, the model's, which the text calls `name`.
+    loss, grad_norm: at least one of them is NaN or infinite on some rank. results: `[N]`, the model's log-probs or
+    values. name: what the text calls these.
     """
     # Tensor, pipeline and context peers hold the same share, so one of them names its tokens.
     own = tokens_of_rank(batch, results, name) if groups.is_rollout_rank else ([], (-1.0, ""))
@@ -43,10 +44,10 @@ def explain(
 
 
 def tokens_of_rank(batch: TrajectoryBatch, results: Tensor, name: str) -> tuple[list[str], tuple[float, str]]:
-    """Describe the first trained tokens with NaN or infinite numbers.
+    """Describe the first trained tokens that have NaN or infinite numbers.
 
-    Also returns the largest absolute number of a trained token and describes that token, if all numbers are finite and
-    a token is trained; else (-1, "").
+    The second result is the largest absolute number of any trained token, and a description of that token. It is (-1,
+    "") if some number is not finite, or if no token is trained.
     """
     columns = {name: results.cpu()} | {key: column.cpu() for key, column in batch.tokens.items()}
     columns |= {key: batch.spread(column.cpu()) for key, column in batch.sequences.items()}

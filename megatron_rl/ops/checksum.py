@@ -1,4 +1,4 @@
-"""Sums from which checksums of tensors are computed, for many tensors in one launch."""
+"""Sums from which checksums of tensors are computed. One kernel launch sums many tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ CHECKSUM_COLUMNS = reference.CHECKSUM_COLUMNS
 
 @torch.no_grad()
 def word_sums(tensors: Sequence[Tensor]) -> Tensor:
-    """Sum each row and each column of a matrix of each tensor's bytes, mod 2^64.
+    """View each tensor's bytes as a matrix, and sum each of its rows and columns, mod 2^64.
 
-    Returns the sums of all tensors, concatenated: `[n]` int64 on their device. The matrix has CHECKSUM_COLUMNS columns
-    of 8-byte words. Bytes that do not fill a row are appended unsummed, zero-padded to whole words. Any two changed
-    words change a sum, and so do moved, swapped, repeated or missing blocks. Does not synchronize with the device.
+    Returns the sums of all tensors, concatenated: `[n]` int64 on the tensors' device. The matrix has CHECKSUM_COLUMNS
+    columns of 8-byte words. The bytes that do not fill a last row are not summed: they follow the tensor's sums,
+    zero-padded to whole words. A change of any one or two words changes the result, and so do moved, swapped, repeated
+    and missing blocks. Does not synchronize with the device.
     """
     return ops.word_sums([tensor.detach().contiguous() for tensor in tensors])
 
@@ -36,11 +37,13 @@ HASH_TILE_BYTES = 4 * reference.TILE_WORDS
 def tile_hashes(tensors: Sequence[Sequence[Tensor]], slices: Sequence[tuple[int, int]] = ()) -> Tensor:
     """Hash tensors like SGLang's `gpu_tensor_hash` before its final step: `[len(tensors)]` int64 on their device.
 
-    Each tensor is given as parts, to be concatenated along the first dimension. slices: (first byte, size of the whole
-    tensor in bytes) for each of `tensors`, if they are slices. A slice consists of whole tiles of 8192 four-byte words,
-    or extends to the tensor's end. The hashes of all slices add up to the tensor's hash, mod 2^64.
+    tensors: the parts of each tensor, which are hashed as if they were concatenated along the first dimension.
+    slices: if each of `tensors` is only a slice of a larger tensor: the slice's first byte in that tensor, and the
+      tensor's size in bytes. A slice consists of whole tiles of 8192 four-byte words, or extends to the tensor's end.
+      The hashes of all slices add up to the tensor's hash, mod 2^64.
 
-    The hash is the same in SGLang 0.5.17 to 0.5.23. A CPU computes it in plain torch: SGLang does not use it there.
+    The hash is the same in SGLang 0.5.17 to 0.5.23. On a CPU it is computed in plain torch, because SGLang does not use
+    it there.
     """
     parts = [[part.detach().contiguous() for part in tensor] for tensor in tensors]
     places = slices or [(0, sum(part.nbytes for part in tensor)) for tensor in parts]

@@ -1,8 +1,8 @@
 """Products, attention and SiLU on the CPU whose bits do not depend on the other rows (rollout.exact).
 
-A library chooses the order of a product's sums by the number of rows, so a server that decodes one token and a trainer
-that reads a microbatch differ by rounding. Here each element is summed in one order, for any number of rows or threads.
-All tensors are float32; gradients are those of torch's operators.
+The order in which a library sums a product depends on the number of rows. So a server that decodes one token and a
+trainer that reads a microbatch differ by rounding. Here each element is summed in one order, for any number of rows or
+threads. All tensors are float32; gradients are those of torch's operators.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Do what `ops.head.head_logits` does. The buffer `out` is not used."""
+    """Compute `hidden @ weight.T` in place of `ops.head.head_logits`. The buffer `out` is not used."""
     return linear(hidden, weight)
 
 
@@ -33,15 +33,16 @@ def attention(
 ) -> Tensor:
     """Return causal attention `[n, heads, E]` over packed sequences, without a gradient.
 
-    query `[n, heads, D]`, key `[m, kv_heads, D]`, value `[m, kv_heads, E]`; the bounds are int64, from 0 to n and m. A
-    sequence's queries are the last of its keys.
+    query `[n, heads, D]`, key `[m, kv_heads, D]`, value `[m, kv_heads, E]`. query_bounds, key_bounds: the boundaries of
+    the sequences, as int64 prefix sums from 0 to n and from 0 to m. A sequence may have more keys than queries. Its
+    queries then belong to the last of its keys.
     """
     with torch.no_grad():
         return ops.fixed_order_attention(query, key, value, query_bounds, key_bounds, scale)
 
 
 def silu(x: Tensor) -> Tensor:
-    """Return `x / (1 + exp(-x))`, with the gradient of torch's function."""
+    """Return `x / (1 + exp(-x))`, with the gradient of torch's SiLU."""
     with torch.no_grad():
         out = ops.fixed_order_silu(x.reshape(-1, x.shape[-1])).view(x.shape)
     return with_value(F.silu(x), out) if torch.is_grad_enabled() and x.requires_grad else out
@@ -56,7 +57,7 @@ def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def with_value(ordinary: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor with these values and the gradient of `ordinary`, which has the same shape."""
+    """Return a tensor with the values of `value` and the gradient of `ordinary`, which has the same shape."""
     found: Tensor = _WithValue.apply(ordinary, value)
     return found
 

@@ -1,7 +1,7 @@
 """The output layer and its losses, computed in chunks of rows so that `[T, V]` logits are never held in memory.
 
-Shapes: T labels, R rows of hidden, H hidden size, V_local this rank's columns. V_local may include padding after the
-vocabulary.
+Shapes: T labels, R rows of hidden states, hidden size H, V_local columns of the vocabulary on this rank. V_local may
+include padding after the vocabulary.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ TILE_ROWS = 256
 
 
 def rows_of_chunk(columns: int) -> int:
-    """Return the rows of a chunk with float32 logits `[rows, columns]`, whole tiles if possible."""
+    """Return how many rows a chunk of float32 logits `[rows, columns]` has. The rows fill whole tiles if possible."""
     rows = min(MOST_ROWS, max(1, CHUNK_BYTES // (4 * columns)))
     return rows - rows % TILE_ROWS if rows > TILE_ROWS else rows
 
 
 def rows_of_gradient(columns: int) -> int:
-    """Return the rows of a chunk whose gradient is 16-bit.
+    """Return how many rows a chunk has if the gradient of its logits is 16-bit.
 
-    The gradient and one part's float32 logits take no more memory than `rows_of_chunk` rows of float32 logits.
+    The chunk's gradient and the float32 logits of one of its parts together take no more memory than float32 logits for
+    `rows_of_chunk` rows.
     """
     return min(MOST_ROWS, 2 * rows_of_chunk(columns))
 
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
-    """Compute `hidden @ weight.T`, on CUDA in float32. out: a buffer with at least as many rows."""
+    """Compute `hidden @ weight.T`, on CUDA in float32. out: a buffer for the result, with at least as many rows."""
     out = None if out is None else out[: len(hidden)]
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32, out=out)
@@ -50,7 +51,7 @@ def head_logits(hidden: Tensor, weight: Tensor, out: Tensor | None = None) -> Te
 class WeightGradient:
     """Sum over chunks of `grad_logits.T @ hidden`, in the accumulator dtype, because sums in bfloat16 would drift.
 
-    main_grad: tensor to which the sum is added, as in Megatron's layers. None: autograd gets the sum.
+    main_grad: the tensor to which the sum is added, as in Megatron's layers. If it is None, the sum goes to autograd.
     """
 
     def __init__(self, weight: Tensor, main_grad: Tensor | None) -> None:
@@ -90,10 +91,11 @@ def logits_results(
     logits: Tensor, labels: Tensor, shard: VocabShard, rest: tuple, with_entropy: bool = True,
     support: Supports | None = None,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Return (log-probs, entropy, peak, log-sum) without autograd. Entropy is NaN unless with_entropy.
+    """Return (log-probs, entropy, peak, log-sum) without autograd. The entropy is NaN unless `with_entropy`.
 
-    rest: the operators' last arguments: temperature, None for temperatures of rows, first column, number of columns.
-    support: rows that have one are over its tokens alone.
+    rest: the operators' last arguments: the temperature, the temperatures of rows (None here), the first column, and
+    the number of columns. support: the supports of rows. The results of a row that has a support are those of a softmax
+    over the support's tokens alone.
     """
     outside = labels_outside(labels, support)
     partials = ops.logprob_partials(logits, outside, *rest, with_entropy)
@@ -109,16 +111,19 @@ def logits_results(
 
 
 Form = Callable[[slice, Tensor], tuple[tuple, Tensor | None]]
-"""(rows, their logits) -> (the remaining arguments of the gradient operators, a gradient `[c, columns]` to add)"""
+"""Function of (rows, the logits of these rows). Returns the remaining arguments of the gradient operators, and a
+gradient `[c, columns]` to add to theirs, or None."""
 Slopes = Callable[[slice, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor | None, Tensor | None]]
-"""(rows, logits, log-probs, entropy) -> (`[K]` float64 sums, of which the first is the loss; the loss's gradients with
-respect to log-probs and entropy, and directly with respect to the logits)"""
+"""Function of (rows, logits, log-probs, entropy) that evaluates a loss. Returns `[K]` float64 sums, of which the first
+is the loss, and three gradients of the loss: with respect to the log-probs, to the entropy, and directly to the logits.
+"""
 LogitsTerm = Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]
-"""(logits `[c, V_local]`, places `[c]`) -> (loss part, statistics, gradient `[c, columns]`) of an extra term"""
+"""Function that computes an additional loss term: (logits `[c, V_local]`, places `[c]`) -> (the term's loss, its
+statistics, its gradient `[c, columns]`)."""
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""(hidden, weight, buffer) -> `hidden @ weight.T`, as `head_logits`"""
+"""Function like `head_logits`: (hidden, weight, buffer) -> `hidden @ weight.T`."""
 CHUNKS_OF_TERM = 4
-"""Number of temporary tensors, each as large as a chunk's logits, that a term on whole logits allocates."""
+"""Number of temporary tensors that a `LogitsTerm` allocates. Each is as large as a chunk's logits."""
 
 
 def add_gradients(
@@ -126,11 +131,12 @@ def add_gradients(
     total: WeightGradient | None, logits: Tensor | None = None, support: tuple[Supports, VocabShard] | None = None,
     product: Product = head_logits, changed: ChangedColumns | None = None,
 ) -> None:  # fmt: skip
-    """Compute the gradients of hidden and weight from that of the logits, chunk by chunk.
+    """Compute the gradients of hidden and weight from the gradient of the logits, chunk by chunk.
 
-    The logits' gradient overwrites the logits. If the logits are wider than the weight, it goes into a buffer of the
-    weight's dtype, so that products have 16-bit operands. logits: the logits of all rows, if known; they are then one
-    chunk, and `changed` says what has changed them.
+    The gradient of the logits overwrites the logits. If the logits have a wider dtype than the weight, the gradient
+    goes into a buffer of the weight's dtype instead, so that the products have 16-bit operands.
+    logits: the logits of all rows, if they are known. They are then one chunk.
+    changed: the changes that penalties and biases have made to these known logits.
     """
     narrow, count, known = None, len(hidden), logits is not None
     shard = None if support is None else support[1]
@@ -175,7 +181,7 @@ def add_gradients(
 
 
 class HeadLogprobs(torch.autograd.Function):
-    """Log-probability and entropy of the rows of `hidden @ weight.T`. Every row must have a label.
+    """Autograd function: log-probability and entropy of the rows of `hidden @ weight.T`. Every row must have a label.
 
     If there is only one chunk, backward uses its logits. Otherwise it recomputes them.
     """
@@ -228,7 +234,10 @@ class HeadLogprobs(torch.autograd.Function):
 
 
 class HeadLoss(torch.autograd.Function):
-    """A loss on rows of `hidden @ weight.T`, all with a label. The forward pass also computes the gradient."""
+    """Autograd function: a loss on rows of `hidden @ weight.T`. Every row must have a label.
+
+    The forward pass also computes the gradient.
+    """
 
     @staticmethod
     def forward(
@@ -286,13 +295,15 @@ def lm_head_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute a loss that is a sum over rows, and its statistics, holding only one chunk of logits at a time.
 
-    loss(logprobs, entropy, places) -> (loss_sum, sums): gets `[c]` float32 log-probabilities and entropy of the labels
-    at `places` (`[c]` int64). `loss_sum` and the statistics `sums` are 0-dim, and are added over chunks, the statistics
-    in float64. term: an additional loss on whole logits. Chunks are then smaller, to make room for its temporary
-    tensors. Other arguments are as in `lm_head_logprobs`.
+    loss(logprobs, entropy, places) -> (loss_sum, sums): is called once per chunk, with the float32 log-probabilities
+      and entropies `[c]` of the labels at `places` (`[c]` int64). `loss_sum` and the statistics in `sums` are 0-dim.
+      They are added over the chunks, the statistics in float64.
+    term: an additional loss term on whole logits. Chunks are then smaller, to make room for its temporary tensors.
+    The other arguments are as in `lm_head_logprobs`.
 
-    The gradient is always computed together with the loss. Backward may run once. The loss may be scaled, unless
-    main_grad is given: the weight's gradient is then already in main_grad, and backward would raise RuntimeError.
+    The gradient is always computed together with the loss. Backward may run only once. The loss may be scaled before
+    backward, but not if main_grad is given: the weight's gradient is then already in main_grad, so backward would raise
+    RuntimeError.
     """
     check_temperature(temperature, labels)
     kept = places_of(labels) if kept is None else kept
@@ -361,7 +372,7 @@ def lm_head_logprobs(
 
 
 def places_of(labels: Tensor) -> Tensor:
-    """Return the places of labels of 0 or more. Synchronizes with the device."""
+    """Return the indices of the labels that are 0 or more. Synchronizes with the device."""
     return (labels >= 0).nonzero()[:, 0]
 
 

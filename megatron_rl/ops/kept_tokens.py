@@ -1,4 +1,4 @@
-"""Computes the tokens that top-k, top-p and min-p keep, if no server reports them (megatron_rl/support.py)."""
+"""Computes which tokens top-k, top-p and min-p keep, for servers that do not report it (megatron_rl/support.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ NO_TOKEN = -1
 class Cut:
     """Sampling options that exclude tokens, with SGLang's names and meaning.
 
-    width: W, the places of a support. If a row keeps more tokens, its support is the whole vocabulary.
+    width: W, the number of tokens that a support can hold. If a row keeps more tokens, its support is the whole
+    vocabulary.
     """
 
     top_k: int = -1
@@ -29,11 +30,12 @@ class Cut:
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """The supports of rows.
+    """The supports of some rows.
 
     ids: `[c, W]` int32, as in megatron_rl/support.py.
-    log_mass: `[c]`, log of the support's probability before the cut; 0 for the whole vocabulary.
-    is_outside: `[c]` bool: the options exclude the sampled token, which is part of its support nevertheless.
+    log_mass: `[c]`, the log of the probability that the support's tokens have together before the cut; 0 for the whole
+      vocabulary.
+    is_outside: `[c]` bool, True if the options exclude the sampled token. It is part of the support nevertheless.
     """
 
     ids: Tensor
@@ -42,11 +44,13 @@ class KeptTokens:
 
 
 def kept_tokens(logits: Tensor, labels: Tensor, cut: Cut, shard: VocabShard, temperature: float) -> KeptTokens:
-    """Return the tokens of each row that `cut` keeps, together with the sampled one.
+    """Return the support of each row: the tokens that `cut` keeps, and the sampled token.
 
-    logits: `[c, columns]` float32 or float64, without padding; they are overwritten. labels: `[c]` int64, all of 0 or
-    more. Each option is evaluated on the probabilities before any of them has excluded tokens, as the embedded server
-    and SGLang's sampler in torch do. Collective over the tensor-parallel ranks.
+    logits: `[c, columns]` float32 or float64, without padding; they are overwritten.
+    labels: `[c]` int64, the sampled tokens, all of 0 or more.
+
+    Each option is evaluated on the probabilities before any other option has excluded tokens, as in the embedded server
+    and in SGLang's sampler in torch. Collective over the tensor-parallel ranks.
     """
     count = min(cut.width + 1, shard.size)
     logprobs, tokens, own = likeliest(logits, count, shard, temperature)
@@ -69,7 +73,10 @@ def kept_tokens(logits: Tensor, labels: Tensor, cut: Cut, shard: VocabShard, tem
 
 
 def logprob_of(logprobs: Tensor, labels: Tensor, shard: VocabShard) -> Tensor:
-    """Return `[c]` log-probabilities of the labels, of which each is in one rank's columns `[c, columns]`."""
+    """Return the labels' log-probabilities `[c]`, given those of this rank's columns, `[c, columns]`.
+
+    Each label is in the columns of exactly one rank. Collective over the tensor-parallel ranks.
+    """
     places = labels - shard.start
     is_here = (places >= 0) & (places < logprobs.shape[1])
     if logprobs.shape[1]:

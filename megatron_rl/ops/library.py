@@ -28,7 +28,10 @@ def load() -> None:
 
 
 def cuda_library() -> list[Path]:
-    """Return [path of `_C_cuda.so`], or [] if it does not exist or this torch has no CUDA."""
+    """Return a list with the path of `_C_cuda.so`.
+
+    The list is empty if the file does not exist or this torch has no CUDA.
+    """
     path = PACKAGE / "_C_cuda.so"
     return [path] if path.exists() and torch.version.cuda is not None else []
 
@@ -43,7 +46,7 @@ def check_cuda() -> None:
 
 
 def check_current(library: Path) -> None:
-    """Raise RuntimeError if a library was built from other sources than the current ones."""
+    """Raise RuntimeError if the library was not built from the present sources in csrc/."""
     if not BUILD_SCRIPT.exists():
         return  # an installed package has no sources to compare with
     found, wanted = built_from(library).get("sources"), runpy.run_path(str(BUILD_SCRIPT))["sources_hash"]()
@@ -68,7 +71,7 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
 
 
 def tiles(columns: int, dtype: torch.dtype) -> int:
-    """Return the number of tiles per row in `logprob_partials`; same rule as csrc/math/logprob.h."""
+    """Return the number of tiles per row in `logprob_partials`. csrc/math/logprob.h computes it by the same rule."""
     tile = 32768 // dtype.itemsize
     return (columns + tile - 1) // tile if columns > tile else 1
 

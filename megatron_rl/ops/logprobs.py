@@ -1,7 +1,7 @@
 """Log-probability and entropy of labels, from logits whose vocabulary may be split over the tensor-parallel ranks.
 
-Shapes: T rows, V vocabulary, V_local this rank's columns. Sums are float32 for every logits dtype. Rows with a negative
-label give 0 and no gradient.
+Shapes: T rows, V tokens in the vocabulary, V_local columns on this rank. Sums are float32 for every logits dtype. Rows
+with a negative label give 0 and get no gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class VocabShard:
         return self.stop - self.start < self.size
 
     def without_padding(self, columns: int) -> int:
-        """Return how many of this rank's `columns` are not padding. The last rank may have only padding."""
+        """Return how many of this rank's `columns` belong to the vocabulary. The last rank may have only padding."""
         return max(0, min(columns, self.stop - self.start))
 
 
@@ -45,7 +45,7 @@ NORMALISING = {
     *(torch.softmax, torch.log_softmax, torch.logsumexp, F.softmax, F.log_softmax, F.cross_entropy),
     *(Tensor.softmax, Tensor.log_softmax, Tensor.logsumexp),
 }
-"""Functions that normalise over the vocabulary, and so give wrong results on one rank's columns."""
+"""Functions that normalise over the last dimension. On one rank's columns of the vocabulary they give wrong results."""
 
 
 class VocabParallelLogits(Tensor):
@@ -144,7 +144,10 @@ def check_rows(logits: Tensor, labels: Tensor) -> None:
 
 
 def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[float, Tensor | None]:
-    """Return (one temperature, per-row temperatures or None). A tensor's values are unchecked, to avoid a sync."""
+    """Return (the temperature, None) for a number, and (1, the temperatures of rows) for a tensor, after checking it.
+
+    The values of a tensor are not checked, because that would wait for the device.
+    """
     if not isinstance(temperature, Tensor):
         if not 1e-37 <= temperature <= 1e37:
             raise ValueError(
@@ -160,7 +163,7 @@ def check_temperature(temperature: float | Tensor, labels: Tensor) -> tuple[floa
 
 
 def gather_partials(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """All-gather `[1, ...]` of every rank into `[ranks, ...]`."""
+    """Gather a tensor `[1, ...]` of every rank. Returns `[ranks, ...]` on all ranks of the group."""
     ranks = torch.empty((group.size(), *mine.shape[1:]), dtype=mine.dtype, device=mine.device)
     dist.all_gather_into_tensor(ranks, mine, group=group)
     return ranks
@@ -182,5 +185,5 @@ def gather_logprobs_entropy(
 def gather_logprobs(
     logits: Tensor, labels: Tensor, temperature: float = 1.0, *, shard: VocabShard | None = None
 ) -> Tensor:
-    """Return log p(label), `[T]` float32. Like `gather_logprobs_entropy`, without the entropy."""
+    """Return log p(label), `[T]` float32. The arguments are those of `gather_logprobs_entropy`."""
     return packed_logprobs(logits, labels, temperature=temperature, shard=shard)

@@ -25,8 +25,8 @@ def packed_labels(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (labels, positions, sequence_ids), all `[T]` int64, for input_ids `[T]` packed as in cu_seqlens.
 
-    A row's label is the next token of its sequence, or -100 at the sequence's end and if loss_mask (`[T]` bool) is
-    False for that token. cu_seqlens: `[B + 1]`, ascending from 0 to T; checked on the CPU only.
+    A row's label is the next token of its sequence. It is -100 at the end of a sequence, and where loss_mask (`[T]`
+    bool) is False for the next token. cu_seqlens: `[B + 1]`, ascending from 0 to T; checked on the CPU only.
     """
     if input_ids.ndim != 1 or input_ids.dtype != torch.int64:
         raise ValueError(f"input_ids is {input_ids.dtype} {tuple(input_ids.shape)}: it must be [T] int64.")
@@ -82,6 +82,9 @@ def packed_gae(
 def packed_discounted_returns(
     rewards: Tensor, mask: Tensor, cu_seqlens: Tensor, *, discount: float, bootstrap: Tensor | None = None
 ) -> Tensor:
-    """Compute R_t = r_t + discount * R_t' over trained tokens, `[N]` in the rewards' dtype. See `packed_gae`."""
+    """Compute R_t = r_t + discount * R_t', t' the next trained token: `[N]` in the rewards' dtype.
+
+    The arguments are those of `packed_gae`. Untrained tokens are skipped, and get 0.
+    """
     zeros = torch.zeros_like(rewards)  # with V = 0 and trace_decay = 1 the advantage is the discounted return
     return packed_gae(rewards, zeros, mask, cu_seqlens, discount=discount, trace_decay=1.0, bootstrap=bootstrap)[1]

@@ -1,6 +1,6 @@
 """Policy losses from log-probabilities: loss, gradient and statistics in one pass over the tokens.
 
-Shapes: T packed rows, B sequences. Results are sums over trained rows; nothing is averaged here.
+Shapes: T packed rows, B sequences. All results are sums over trained rows, and never averages.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PpoOptions:
     """Options of `ppo_loss`. u is p(policy) / p(proximal) of a row, A its advantage, w its behavior weight.
 
     The log ratios of u and w are clamped to [-20, 20] before exponentiation, as in verl, and have no gradient outside.
-    In k3, log(p(reference) / p(policy)) has only the upper bound.
+    In the estimator k3, log(p(reference) / p(policy)) is clamped only from above.
 
         decoupled = PpoOptions(clip_high=0.28, behavior="mask", behavior_high=5.0)
         loss, sums = ppo_loss(logprobs, proximal, behavior, advantages, trained, decoupled)
@@ -47,30 +47,33 @@ class PpoOptions:
     """
 
     mode: str = "clip"
-    """clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347). cispo: -w clip(u) A log p, without gradient through
-    clip(u) (arXiv 2506.13585). sapo: -w A 4/s sigmoid(s (u - 1)) (arXiv 2511.20347). reinforce: -w A log p."""
+    """The loss of a row. clip: w max(-A u, -A clip(u)), PPO (arXiv 1707.06347). cispo: -w clip(u) A log p, without
+    gradient through clip(u) (arXiv 2506.13585). sapo: -w A 4/s sigmoid(s (u - 1)), where s is SAPO's temperature (arXiv
+    2511.20347). reinforce: -w A log p."""
     sequence_ratio: bool = False
-    """u is the geometric mean over the sequence's trained rows, with derivative u in a row's log p: GSPO-token
-    (arXiv 2507.18071). It equals GSPO if A and w are per sequence. Needs cu_seqlens."""
+    """If True, u is the geometric mean of the ratios of the sequence's trained rows. Its derivative by a row's log p is
+    u: GSPO-token (arXiv 2507.18071). This equals GSPO if A and w are the same in all rows of a sequence. Needs
+    cu_seqlens."""
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float = 0.0
     """If above 0, the loss of a row with A < 0 is at most this times -A (arXiv 1912.09729). Must be 0 or at least 1."""
     behavior: str = "off"
-    """off: w = 1. mask, clamp: w = p(proximal) / p(behavior), without gradient (decoupled PPO, arXiv 2505.24298). Rows
-    with w outside [behavior_low, behavior_high] are dropped, or w is clamped to that range."""
+    """How w is computed. off: w = 1. mask, clamp: w = p(proximal) / p(behavior), without gradient (decoupled PPO, arXiv
+    2505.24298). mask drops rows whose w is outside [behavior_low, behavior_high]; clamp moves w into that range."""
     behavior_by_sequence: bool = False
-    """w is the geometric mean over the sequence's trained rows. Needs cu_seqlens."""
+    """If True, w is the geometric mean of the weights of the sequence's trained rows. Needs cu_seqlens."""
     behavior_low: float = 0.0
     behavior_high: float = inf
     kl_estimator: str = "k3"
     kl_weighted: bool = False
-    """Multiply the KL term by u, with gradient. It is then unbiased although rows come from the proximal policy."""
+    """If True, the KL term is multiplied by u, with gradient. It is then unbiased although the rows were sampled by the
+    proximal policy."""
     kl_coefficient: float = 0.0
     entropy_coefficient: float = 0.0
     sapo_positive: float = 1.0
     sapo_negative: float = 1.05
-    """SAPO's temperatures for rows with A > 0, and for all others."""
+    """sapo_positive and sapo_negative are SAPO's temperatures for rows with A > 0, and for all others."""
 
     def __post_init__(self) -> None:
         for name, value, right, rule in (
@@ -146,13 +149,15 @@ def ppo_loss(
     All tensors are `[T]` of one float dtype (float32, on the CPU also float64), and mask is bool. Rows where mask is
     False may hold any values.
 
-    proximal_logprobs: None if the policy itself is the proximal policy. behavior_logprobs: None if the proximal policy
-      sampled the tokens.
-    row_weights: multiply each row's loss, including its KL and entropy terms, but no statistic. Default: 1.
-    cu_seqlens: `[B + 1]` int64, for per-sequence options.
-    normalizer: divides the loss.
+    proximal_logprobs: None if the policy itself is the proximal policy.
+    behavior_logprobs: None if the proximal policy sampled the tokens.
+    row_weights: factor of each row's loss, including its KL and entropy terms. Statistics are not multiplied. Default:
+      1.
+    cu_seqlens: `[B + 1]` int64. Needed only by options that work on whole sequences.
+    normalizer: number by which the loss is divided.
 
-    Differentiable in logprobs and entropy. Does not synchronize with the device, and is bitwise reproducible.
+    The loss is differentiable in logprobs and entropy. The function does not synchronize with the device, and is
+    bitwise reproducible.
     """
     for name, tensor, is_needed in (
         ("behavior_logprobs", behavior_logprobs, options.behavior != "off"),

@@ -1,4 +1,4 @@
-"""What the trainer computes in plain torch and the compiled operators compute too: bounded ratios, KL, tile hashes."""
+"""Functions in plain torch that the compiled operators also implement: bounded ratios, KL estimates, tile hashes."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from torch import Tensor
 
 
 def kl_k1(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """log p - log q: unbiased, high variance, may be negative. k1, k2, k3: Schulman, "Approximating KL" (2020)."""
+    """Return log p - log q: unbiased, of high variance, and possibly negative.
+
+    k1, k2 and k3 are the estimators of KL(policy || reference) in Schulman, "Approximating KL Divergence" (2020).
+    """
     return logprobs - ref_logprobs
 
 
 def kl_k2(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """(log p - log q)^2 / 2: biased, never negative. Its expected gradient is that of the KL."""
+    """Return (log p - log q)^2 / 2: biased and never negative. Its expected gradient is that of the KL."""
     return (logprobs - ref_logprobs).square() / 2
 
 
 LOG_RATIO_BOUND = 20.0
-"""Bound on log ratios before exponentiation; same value as in csrc/math/ppo.h."""
+"""Bound on log ratios before exponentiation. csrc/math/ppo.h has the same value."""
 
 
 def bounded(log_ratio: Tensor) -> Tensor:
-    """Clamp log ratios to [-LOG_RATIO_BOUND, LOG_RATIO_BOUND]; no gradient outside. NaN stays NaN."""
+    """Clamp log ratios to [-LOG_RATIO_BOUND, LOG_RATIO_BOUND]. The gradient is 0 outside; NaN stays NaN."""
     return log_ratio.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
 
 
 def kl_k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return the k3 estimate of KL(policy || reference): r - 1 - log r. log r: ref_logprobs - logprobs, at most 20."""
+    """Return the k3 estimate of KL(policy || reference): r - 1 - log r, log r = ref_logprobs - logprobs, at most 20."""
     log_ratio = (ref_logprobs - logprobs).clamp_max(LOG_RATIO_BOUND)
     return log_ratio.exp() - 1 - log_ratio
 
@@ -35,12 +38,13 @@ KL = {"k1": kl_k1, "k2": kl_k2, "k3": kl_k3}
 
 
 CHECKSUM_COLUMNS = 1024
-"""8-byte words per row of the matrix in which a tensor's bytes are summed; same value as in csrc/math/checksum.h."""
+"""Number of 8-byte words in a row of the matrix in which a tensor's bytes are summed. csrc/math/checksum.h has the same
+value."""
 
 
 TILE_WORDS = 8192
 TILES_AT_ONCE = 512
-"""Tiles hashed at a time. It limits temporary memory to 16 MB for each of a few tensors."""
+"""Number of tiles that are hashed at a time. It limits each of a few temporary tensors to 16 MB."""
 FIRST_SEED = 0x243F6A88
 SEEDS = (FIRST_SEED, (FIRST_SEED * 0x9E3779B1 ^ 0xDEADBEEF) & 0xFFFFFFFF)
 POSITION_FACTORS = (0x27D4EB2D, 0x165667B1)
@@ -48,9 +52,9 @@ POSITION_TURNS = (15, 13)
 
 
 def tile_hash(parts: list[Tensor], begin: int, whole_nbytes: int) -> Tensor:
-    """`ops.tile_hashes` for one slice, given as contiguous parts. Returns a 0-dim tensor.
+    """Return the hash of one slice as in `ops.tile_hashes`, 0-dim int64.
 
-    The slice starts at byte `begin` of a tensor of `whole_nbytes` bytes.
+    parts: the slice's contiguous parts. The slice starts at byte `begin` of a tensor of `whole_nbytes` bytes.
     """
     data = torch.cat([part.view(-1).view(torch.uint8) for part in parts])
     if data.numel() % 4:

@@ -13,8 +13,8 @@ def reply_tokens(
 ) -> tuple[Tensor, Tensor, bytes] | None:
     """Parse the bytes of a /generate reply into (ids `[n]` int32, log-probabilities `[n]` float32, the rest), or None.
 
-    The rest is the reply's JSON with `meta_info.output_token_logprobs` replaced by `[]`, and with `output_ids` replaced
-    by null if it held the same ids. It is valid JSON if and only if the reply is.
+    The rest is the reply's JSON with `meta_info.output_token_logprobs` replaced by `[]`. If `output_ids` held the same
+    ids, null replaces it. The rest is valid JSON if and only if the reply is.
 
     Returns None for anything unusual, which a general parser must then handle:
     - invalid JSON, one of these keys twice, or an escape in a key

@@ -1,9 +1,8 @@
 """Reverse KL divergence, KL(policy || teacher), over the vocabulary, and its gradient, in chunks of rows.
 
-The vocabulary may be split over the tensor-parallel ranks.
-
-Shapes: T rows of a microbatch, c rows of a chunk, n tokens scored by a teacher, K top tokens of the teacher, columns:
-this rank's vocabulary columns, H hidden size.
+The vocabulary may be split over the tensor-parallel ranks. Shapes: T rows of a microbatch, c rows of a chunk, n tokens
+that a teacher scored, K top tokens of the teacher, hidden size H. `columns` is the number of this rank's columns of the
+vocabulary, without padding.
 """
 
 from __future__ import annotations
@@ -24,12 +23,16 @@ if TYPE_CHECKING:  # slow to import (a second), and not needed by an embedded se
     from tensordict import TensorDict
 
 PLACE = "teacher_place"
-"""Batch column, int32 `[N]`: each token's row in the teachers' concatenated results, -1 for tokens without one."""
+"""Batch column, int32 `[N]`: the row that each token has in the teachers' concatenated results; -1 if no teacher scored
+the token."""
 
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """A teacher's distribution over the whole vocabulary: last hidden states `[n, H]`, output layer `[V_local, H]`."""
+    """A teacher's distribution over the whole vocabulary.
+
+    It is given by the last hidden states `[n, H]` and the output layer `[V_local, H]`.
+    """
 
     hidden: Tensor
     weight: Tensor
@@ -41,7 +44,10 @@ class TeacherStates:
         return TeacherStates(self.hidden[rows].to(device), self.weight)
 
     def log_ratios(self, logprobs: Tensor, rows: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-        """Return log p - log q, `[c, columns]`, from the policy's log p and the teacher's log q in its rows `[c]`."""
+        """Return log p - log q for c rows, `[c, columns]`.
+
+        logprobs: the policy's log p, `[c, columns]`. rows: `[c]`, the teacher's row for each; log q comes from it.
+        """
         own = head_logits(self.hidden.index_select(0, rows).to(self.weight.dtype), self.weight)
         own = own[:, : logprobs.shape[1]].to(logprobs.dtype)
         return normalised_(own, temperature, shard).neg_().add_(logprobs)
@@ -49,7 +55,10 @@ class TeacherStates:
 
 @dataclass(frozen=True)
 class TopTokens:
-    """A teacher's K most likely tokens `[n, K]` int64, and logprobs `[n, K + 1]`, the last for all other tokens."""
+    """A teacher's K most likely tokens, `[n, K]` int64, and their log-probabilities.
+
+    logprobs: `[n, K + 1]`. The last entry is the log-probability of all other tokens together.
+    """
 
     tokens: Tensor
     logprobs: Tensor
@@ -61,7 +70,10 @@ class TopTokens:
         return TopTokens(self.tokens[rows].to(device), self.logprobs[rows].to(device))
 
     def log_ratios(self, logprobs: Tensor, rows: Tensor, shard: VocabShard, temperature: float) -> Tensor:
-        """Return log p - log q, `[c, columns]`. Tokens outside the top K count as one token and share its value."""
+        """Return log p - log q for c rows, `[c, columns]`, from the policy's `logprobs` and the teacher's `rows` `[c]`.
+
+        The tokens outside the top K count as one token: each of them gets the log ratio of their summed probabilities.
+        """
         columns, top = logprobs.shape[1], self.tokens.shape[1]
         theirs = self.logprobs.index_select(0, rows).to(logprobs.dtype)
         places = _columns_here(self.tokens.index_select(0, rows), columns, shard)
@@ -78,12 +90,15 @@ Teacher = TeacherStates | TopTokens
 
 @dataclass(frozen=True)
 class TeacherTargets:
-    """Distributions of all teachers for a batch's tokens. The batch column `teacher_place` has each token's row."""
+    """The distributions of all teachers for a batch's tokens.
+
+    The batch column `teacher_place` has the row of each token in the teachers' concatenated results.
+    """
 
     teachers: Sequence[Teacher]
     shard: VocabShard
     temperature: float
-    """Divides the logits of policy and teachers."""
+    """Number by which the logits of policy and teachers are divided."""
     coefficient: float = 1.0
 
     def of(self, rows: TensorDict, device: torch.device) -> ReverseKL:
@@ -102,19 +117,24 @@ class TeacherTargets:
 
 @dataclass(frozen=True)
 class ReverseKL:
-    """A loss term for each row scored by a teacher: coefficient * weight * sum over tokens of p (log p - log q)."""
+    """A loss term on the rows that a teacher scored: coefficient * weight * sum over tokens of p (log p - log q).
+
+    p is the policy's distribution at the row, and q the teacher's.
+    """
 
     parts: list[tuple[Teacher, Tensor]]
-    """Pairs of a teacher and the teacher's row for each row of the microbatch, `[T]`, -1 without one."""
+    """Each teacher with the row that it has for each row of the microbatch, `[T]`; -1 for rows that it did not score.
+    """
     shard: VocabShard
     temperature: float
     coefficient: float
     weights: Tensor | None
 
     def __call__(self, logits: Tensor, places: Tensor) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        """Return the loss, the statistics, and the gradient `[c, columns]`, for the rows `places` with these logits.
+        """Return the loss, its statistics, and its gradient `[c, columns]` by the logits, for c rows of the microbatch.
 
-        logits: `[c, V_local]`, including padding; not modified. Collective over the tensor-parallel ranks.
+        places: `[c]`, the indices of the rows. logits: their `[c, V_local]` logits, including padding; not modified.
+        Collective over the tensor-parallel ranks.
         """
         columns = self.shard.without_padding(logits.shape[1])
         own = logits[:, :columns].to(accumulator(logits.dtype), copy=True)
@@ -145,7 +165,7 @@ def normalised_(logits: Tensor, temperature: float, shard: VocabShard) -> Tensor
 
 
 def log_sums(values: Tensor, shard: VocabShard) -> Tensor:
-    """Return the log-sum-exp over all ranks' columns, `[c]`."""
+    """Return each row's log-sum-exp over the columns of all ranks, `[c]`. values: this rank's columns."""
     peak = values.amax(1) if values.shape[1] else values.new_full((len(values),), -torch.inf)
     if shard.is_split:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=shard.group)
@@ -170,7 +190,7 @@ def top_tokens(logits: Tensor, count: int, shard: VocabShard, temperature: float
 def likeliest(logits: Tensor, count: int, shard: VocabShard, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return each row's `count` largest log-probabilities and their tokens, both `[c, count]`, the largest first.
 
-    The third result has the log-probabilities of all of this rank's tokens. logits: as in `top_tokens`.
+    The third result is the log-probabilities of all tokens in this rank's columns. logits: as in `top_tokens`.
     """
     own = normalised_(logits, temperature, shard)
     logprobs, tokens = own.topk(min(count, own.shape[1]), dim=1)
@@ -189,6 +209,6 @@ def likeliest(logits: Tensor, count: int, shard: VocabShard, temperature: float)
 
 
 def _columns_here(tokens: Tensor, columns: int, shard: VocabShard) -> Tensor:
-    """Return each token's column on this rank, or `columns` if another rank has the token."""
+    """Return the column of each token on this rank, or `columns` for tokens of other ranks."""
     places = tokens - shard.start
     return places.where((places >= 0) & (places < columns), columns)

@@ -1,8 +1,8 @@
-"""Logits of rows' supports: the few columns from which a server sampled (megatron_rl/support.py).
+"""The logits of supports: the few columns from which a server sampled (megatron_rl/support.py).
 
-Shapes: c rows, W places of a support, V_local this rank's columns. The columns of a support are gathered into a
-`[c, W]` matrix, which goes through the operators for whole rows. Their gradient is scattered back. Penalties and biases
-change the gathered logits. In rows over the whole vocabulary they change some columns of the logits themselves.
+Shapes: c rows, W places of a support, V_local columns on this rank. The columns of a support are gathered into a `[c,
+W]` matrix, to which the operators for whole rows are applied. The matrix's gradient is scattered back. Penalties and
+biases change the gathered logits. In rows over the whole vocabulary they change some columns of the logits themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ from megatron_rl.ops.logprobs import VocabShard
 
 @dataclass(frozen=True)
 class Supports:
-    """Supports of rows: ids `[c, W]` int32, and adjustment `[c, W, P]` float32, or None if no logit is changed."""
+    """The supports of c rows: `ids` `[c, W]` int32, and `adjustment` `[c, W, P]` float32.
+
+    The adjustment is None if no logit is changed.
+    """
 
     ids: Tensor
     adjustment: Tensor | None = None
@@ -28,12 +31,12 @@ class Supports:
 
     @property
     def is_whole(self) -> Tensor:
-        """`[c]` bool: whether a row is over the whole vocabulary."""
+        """`[c]` bool: True for rows whose support is the whole vocabulary."""
         return self.ids[:, 0] < 0
 
 
 def adjusted(logits: Tensor, adjustment: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the logits changed by `adjustment` `[*shape, P]`, and the slope of the change, None if it is 1."""
+    """Return the logits changed by `adjustment` `[*shape, P]`, and the derivative of this change; None if it is 1."""
     before, *more = adjustment.to(logits.dtype).unbind(-1)
     found = logits + before
     if not more:
@@ -46,15 +49,15 @@ def adjusted(logits: Tensor, adjustment: Tensor) -> tuple[Tensor, Tensor | None]
 
 
 class SupportColumns:
-    """The columns of some rows' supports, with adjusted logits.
+    """The columns of the supports of some rows, with adjusted logits.
 
     logits: `[c, W]`, -inf for padding and for tokens of other ranks' columns.
-    labels: `[c]` int64: 0, the sampled token's place; W if another rank has that token; -100 for rows over the whole
-      vocabulary.
+    labels: `[c]` int64, each row's label among the W places. It is 0, the place of the sampled token; W if another rank
+      has that token; -100 for rows over the whole vocabulary.
     """
 
     def __init__(self, logits: Tensor, support: Supports, shard: VocabShard, columns: int) -> None:
-        """logits: `[c, V_local]`. columns: this rank's columns without padding."""
+        """Gather the columns from the logits `[c, V_local]`. columns: number of this rank's columns without padding."""
         ids = support.ids
         local = ids.long() - shard.start
         is_elsewhere = (ids < 0) | (local < 0) | (local >= columns)
@@ -68,7 +71,7 @@ class SupportColumns:
         self.labels = sampled.masked_fill(support.is_whole, -100)
 
     def partials(self, temperature: float, with_entropy: bool) -> Tensor:
-        """Return what `logprob_partials` and `logprob_fold` make of the columns: `[1, c, 4]`."""
+        """Return the partial results of the gathered columns, `[1, c, 4]`, for `logprob_finish`."""
         given = self.labels, temperature, None
         found = ops.logprob_partials(self.logits, *given, 0, self.logits.shape[1], with_entropy)
         return ops.logprob_fold(found, *given)
@@ -86,10 +89,10 @@ class SupportColumns:
 
 
 class ChangedColumns:
-    """The columns of rows over the whole vocabulary whose logits penalties and biases change.
+    """The columns that penalties and biases change, in rows whose support is the whole vocabulary.
 
-    The constructor changes the logits, at least float32, in place. Rows with a support stay as they are. A row's
-    missing places repeat its first one, so that writing them again changes nothing.
+    The constructor changes the logits, which must be at least float32, in place. Other rows stay as they are. Rows with
+    fewer changed columns than others repeat their first one, so that writing it again changes nothing.
     """
 
     def __init__(self, logits: Tensor, support: Supports, shard: VocabShard, columns: int) -> None:
@@ -106,7 +109,7 @@ class ChangedColumns:
         logits.scatter_(1, self.places, new)
 
     def scale_gradient(self, out: Tensor) -> None:
-        """Turn the gradient of the changed logits, `[c, V_local]`, into that of the logits before, in place."""
+        """Convert a gradient `[c, V_local]` by the changed logits to one by the original logits, in place."""
         if self.slope is not None:
             scaled = out.gather(1, self.places) * self.slope
             out.scatter_(1, self.places, scaled.to(out.dtype))
@@ -115,7 +118,11 @@ class ChangedColumns:
 def changed_columns(
     logits: Tensor, support: Supports | None, shard: VocabShard | None, columns: int
 ) -> tuple[Tensor, ChangedColumns | None]:
-    """Adjust the logits of rows over the whole vocabulary, in place unless they are 16-bit (on a CPU). Return them."""
+    """Apply penalties and biases to rows over the whole vocabulary. Returns the logits, and the columns changed.
+
+    The logits are changed in place, except 16-bit ones (on a CPU), which are copied to float32 first. The columns are
+    None if no logit is changed.
+    """
     if support is None or support.adjustment is None:
         return logits, None
     assert shard is not None
@@ -124,5 +131,5 @@ def changed_columns(
 
 
 def labels_outside(labels: Tensor, support: Supports | None) -> Tensor:
-    """Return the labels of rows over the whole vocabulary, and -100 for rows with a support."""
+    """Return the labels, with -100 in place of those whose row has a support, which is not the whole vocabulary."""
     return labels if support is None else labels.masked_fill(~support.is_whole, -100)

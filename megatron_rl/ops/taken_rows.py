@@ -13,10 +13,11 @@ from torch import Tensor
 
 
 class TakenRows(NamedTuple):
-    """Which rows to gather, and the inverse map for the gradient.
+    """Which rows to gather, and the inverse map, which the gradient needs.
 
-    rows: `[K]` int64. back: for each number of times m that rows are taken, the P rows taken m times, `[P]`, and their
-    positions in `rows`, `[P * m]`: m ascending positions for each of them.
+    rows: `[K]` int64, the index of each row to gather.
+    back: for each number m such that some row is taken m times: the indices `[P]` of the P rows taken m times, and
+      their positions in `rows`, `[P * m]`. Each of the P rows has m consecutive, ascending entries there.
     """
 
     rows: Tensor
@@ -33,7 +34,7 @@ class TakenRows(NamedTuple):
         return cls(rows, [part for part in back if len(part[1])])
 
     def of_values(self, values: Tensor) -> Tensor:
-        """Gather rows: `[N, ...]` -> `[K, ...]`. The gradient is summed in float32 (float64 for float64)."""
+        """Gather rows: `[N, ...]` -> `[K, ...]`. The gradients are summed in at least float32."""
         return _Take.apply(values, self)
 
 

@@ -22,15 +22,16 @@ _kept: list[torch.library.Library] = []
 """Libraries whose operators stay registered as long as they are referenced."""
 
 _why_set_aside = ""
-"""Why the installed Transformer Engine counts as absent, if it does."""
+"""The reason why the installed Transformer Engine is treated as absent; '' if it is not."""
 
 logger = logging.getLogger(__name__)
 
 
 def prepare(*, may_use_transformer_engine: bool = True) -> None:
-    """Make megatron.core importable and correct on this machine. Idempotent.
+    """Make megatron.core importable and correct on this machine. Further calls change nothing.
 
-    may_use_transformer_engine: False lets an installed Transformer Engine count as absent, unless it is imported.
+    may_use_transformer_engine: if False, an installed Transformer Engine is treated as absent, unless it is already
+    imported.
     """
     for message in (
         ".*(Apex is|Transformer Engine and Apex are) not installed.*",  # the fallback to torch is expected here
@@ -62,7 +63,7 @@ def prepare(*, may_use_transformer_engine: bool = True) -> None:
 
 
 def set_aside_broken_transformer_engine() -> None:
-    """If Transformer Engine is installed and does not load, let it count as not installed, and say why.
+    """Treat an installed Transformer Engine as absent if it does not load, and log the reason.
 
     It may need other versions of CUDA's libraries than torch has. megatron.core would then fail at import.
     """
@@ -84,7 +85,7 @@ def set_aside_broken_transformer_engine() -> None:
 
 
 def leave_out_transformer_engine() -> None:
-    """Let Transformer Engine count as not installed, unless it is imported already."""
+    """Treat Transformer Engine as absent, unless it is already imported."""
     if "transformer_engine" not in sys.modules and importlib.util.find_spec("transformer_engine") is not None:
         _set_aside("was left out, because this process began with model.transformer_impl=local")
 
@@ -153,7 +154,7 @@ def check_shared_keys(kernel: str) -> None:
 def check_delta_kernel(kernel: str, dtype: str, *, is_elsewhere: bool = False) -> None:
     """Raise ValueError if this machine or `model.dtype` does not support the kernels of `model.delta_kernel`.
 
-    is_elsewhere: other machines train, which support them.
+    is_elsewhere: True if other machines will train. Only the dtype is then checked.
     """
     if kernel == "torch":
         return

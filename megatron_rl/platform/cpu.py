@@ -31,7 +31,7 @@ NAMES = {"is_cuda": "is_cpu"}  # the MoE dispatcher converts split sizes to ints
 
 
 def rewrite_code(code: CodeType) -> CodeType:
-    """Return the code object with CONSTANTS and NAMES replaced, nested functions included."""
+    """Return the code object, and the functions nested in it, with the replacements of CONSTANTS and NAMES."""
     # co_names holds globals and attributes. Arguments and locals with these names keep them.
     return code.replace(
         co_consts=tuple(_swap(c) for c in code.co_consts), co_names=tuple(NAMES.get(n, n) for n in code.co_names)
@@ -123,7 +123,10 @@ SMALLEST_PRODUCT = 1 << 22
 
 
 def has_slow_matrix_products() -> bool:
-    """Return True on an AMD processor with AVX-512. MKL, which computes float32 products, uses it only on Intel."""
+    """Return True on an AMD processor with AVX-512.
+
+    MKL computes torch's float32 products, and it uses AVX-512 only on Intel's processors.
+    """
     cpuinfo = Path("/proc/cpuinfo")
     if not (cpuinfo.is_file() and torch.backends.mkldnn.is_available() and torch.backends.mkl.is_available()):
         return False
@@ -132,7 +135,7 @@ def has_slow_matrix_products() -> bool:
 
 
 def use_onednn_for_matrix_products() -> torch.library.Library:
-    """Send large float32 products (`aten::mm`) to oneDNN, as long as the returned library is referenced.
+    """Send large float32 products (`aten::mm`) to oneDNN for as long as the caller keeps the returned library.
 
     benchmarks/matrix_products.py prints the speedup.
     """

@@ -1,6 +1,7 @@
 """An import hook that rewrites megatron.core's code objects, and applies fixes to its modules after their import.
 
-It also rewrites Transformer Engine's, for tests on the CPU. Source files, .pyc files and line numbers stay unchanged.
+For tests on the CPU, it also rewrites the code objects of Transformer Engine. Source files, .pyc files and line numbers
+stay unchanged.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ FAULTS = (
     *(AssertionError, AttributeError, EOFError, ImportError, LookupError, MemoryError, OverflowError, RecursionError),
     *(RuntimeError, TypeError, ValueError),
 )
-"""Errors that a broken pickle may raise when it is read."""
+"""Errors that reading a broken pickle may raise."""
 _REBUILD_ARRAY = np.empty(0).__reduce__()[0]
 DATA = [
     *(np.ndarray, np.dtype, np.dtypes.UInt32DType, _REBUILD_ARRAY),  # NumPy's random state
@@ -106,7 +106,7 @@ class _MetadataUnpickler(pickle._Unpickler):  # type: ignore[name-defined]
 
 
 def check_objects(file: str | Path | IO[bytes]) -> None:
-    """Raise UnpicklingError if a torch.save file contains other types than our checkpoints do."""
+    """Raise UnpicklingError if a torch.save file contains a type that our checkpoints never contain."""
     with torch.serialization.safe_globals(DATA):
         torch.load(file, map_location="cpu", weights_only=True)
 

@@ -1,7 +1,6 @@
 """Fixes for bugs of megatron.core, applied after import. Each has a test in tests/megatron that fails without it.
 
-The bugs also occur on GPUs, most of them only if
-neither Transformer Engine nor apex is installed.
+The bugs also occur on GPUs, most of them only if neither Transformer Engine nor apex is installed.
 """
 
 from __future__ import annotations
@@ -69,7 +68,10 @@ def distributed_adam_resume(module: ModuleType) -> None:
 
 
 def uneven_parts_over_gloo(module: ModuleType) -> None:
-    """Support uneven splits over gloo, for experts that are split over tensor ranks. gloo has only equal parts."""
+    """Make all-to-all work over gloo with parts of different sizes, as experts that are split over tensor ranks need.
+
+    gloo itself supports only equal parts.
+    """
     if torch.cuda.is_available():
         return
     gather, scatter = module._gather_along_first_dim, module._reduce_scatter_along_first_dim
@@ -96,7 +98,7 @@ def uneven_parts_over_gloo(module: ModuleType) -> None:
 
 
 def embedding_without_a_mask_as_index(module: ModuleType) -> None:
-    """Rewrite the vocab-parallel embedding without indexing by a mask, for which the host waits for the GPU."""
+    """Replace the indexing by a mask in the vocab-parallel embedding, for which the host would wait for the GPU."""
 
     def forward(self, input_: Tensor) -> Tensor:
         ids, is_elsewhere = input_, None
@@ -152,9 +154,10 @@ def storages_pickled_by_torchs_name(module: ModuleType) -> None:
 
 
 def steps_on_the_gpu_after_its_gradients(module: ModuleType) -> None:
-    """Make the part of a partly offloaded optimizer that is on the GPU wait for its gradients.
+    """Make a partly offloaded optimizer's part on the GPU wait for its gradients.
 
-    With overlap_cpu_optimizer_d2h_h2d, Megatron converts them on another stream, and steps without waiting for it.
+    With overlap_cpu_optimizer_d2h_h2d, Megatron converts the gradients on another stream, and its step does not wait
+    for that stream.
     """
     cls = module.HybridDeviceOptimizer
     make_parts = cls._init_sub_optimizers
@@ -184,7 +187,7 @@ UNNEEDED_FROM = {
     "megatron.core.transformer.multi_latent_attention": "0.17.0",
     "megatron.core.transformer.moe.moe_utils": "0.17.0",
 }
-"""The megatron.core version from which on a fix is not needed. 0.19.2 still needs all others."""
+"""Maps a module of megatron.core to the version from which on its fix is not needed. 0.19.2 needs all other fixes."""
 
 
 def fixes_of(version: str) -> dict[str, Callable[[ModuleType], None]]:
