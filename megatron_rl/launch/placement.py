@@ -1,7 +1,7 @@
 """Placement of a Slurm job's processes: reads Slurm's variables and assigns rollout servers and ranks to nodes.
 
-Servers get the job's first nodes, and ranks get the last ones. On a node with both, servers get the first GPUs. The node
-of a one-node job has both. In a heterogeneous job, the first component runs the servers and the second one the ranks.
+Servers get the job's first nodes, and ranks get the last ones. On a node with both, such as that of a one-node job,
+servers get the first GPUs. In a heterogeneous job, the first component runs the servers and the second one the ranks.
 """
 
 from __future__ import annotations

@@ -28,8 +28,8 @@ from megatron_rl.life.stop_signal import EXIT_STOPPED
 FIRST_PORT, PORTS = 20_000, 4_000
 """First port and number of ports for the rendezvous of ranks. Servers listen on higher ports (launch/ports.py)."""
 FIRST_SERVER_PORT, SERVER_PORTS, PORTS_OF_SERVER = 12_000, 500, 16
-"""Ports for the rendezvous of a server's nodes: the first port, the number of slots, and the ports per slot. SGLang uses
-seven ports of its slot."""
+"""Ports for the rendezvous of a server's nodes: the first port, the number of slots, and the ports per slot. SGLang
+uses seven ports of its slot."""
 POLL_S = 0.2
 STOP_S = 25.0
 """Seconds that servers get to stop. They finish requests for up to 20 s of this time."""
@@ -229,7 +229,7 @@ class Job:
         sys.stdout.buffer.flush()
 
     def _hear(self, number: int, _: object) -> None:
-        """Handle a stop signal. Of these only SIGUSR1 is forwarded to the trainer, because Slurm sends SIGTERM itself."""
+        """Handle a stop signal. Only SIGUSR1 is forwarded to the trainer, because Slurm itself sends SIGTERM to it."""
         if number == signal.SIGUSR1 and self.trains and not self.config.run.checkpoint_every_steps:
             return  # a run without checkpoints cannot save, so it goes on until it is killed
         self.stop_signal = signal.Signals(number)

@@ -1,4 +1,4 @@
-"""Detects that an event loop is blocked, because its heartbeat is late, and names the user's function that blocks it."""
+"""Detects by a late heartbeat that an event loop is blocked, and names the user's function that blocks it."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ class HangReport:
         return self._file.fileno()
 
     def report(self) -> str:
-        """Write the open spans, the recently ended spans and all stacks to the file. Return a summary of the open spans."""
+        """Write open spans, recently ended spans and all stacks to the file. Return a summary of the open spans."""
         now, last = time.monotonic(), self._spans.last()
         words = in_words(self._spans.open(), now)
         lines = [time.strftime("%Y-%m-%d %H:%M:%S"), f"{words}.", "", "Under way, the oldest first:"]

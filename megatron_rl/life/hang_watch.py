@@ -60,7 +60,7 @@ class RankReport:
     seconds: float
     """Seconds that the rank has spent in `phase`."""
     phases_entered: int
-    """Number of phases entered since the start. All ranks enter the same phases, so a rank with a lower number is late."""
+    """Number of phases entered since the start. All ranks enter the same phases; one with a lower number is late."""
     main_thread: str = ""
     """Function, file and line that the main thread is executing."""
     waits_for: str = ""
@@ -116,7 +116,7 @@ class HangWatch:
         self._stacks = (self.folder / f"rank-{rank}.txt").open("a")
         self._store = _join_store(rank, control)
         self.looked_at = time.monotonic()
-        """Monotonic time at which this rank last reached the store on rank 0. It is infinite once the watch has ended."""
+        """Monotonic time at which this rank last reached the store on rank 0; infinity once the watch has ended."""
         self._beats: dict[int, tuple[str, float]] = {}
         """On rank 0: {rank: (the rank's last heartbeat, monotonic time at which it was received)}."""
         self._thread = process_exit.start_thread(self._watch, name="hang-watch")
@@ -254,9 +254,9 @@ class HangWatch:
 def describe(reports: list[RankReport], world_size: int, limit_s: float, folder: Path) -> str:
     """Return a message that says which ranks are late.
 
-    These are ranks that do not answer; or else ranks that have entered fewer phases; or else ranks that have not
-    entered a collective. reports: those of the ranks that answer. limit_s: the exceeded limit of a phase. folder: the
-    folder with the stacks.
+    It names the ranks that do not answer, then those that have entered fewer phases than others, then those that have
+    not entered a collective. reports: the reports of the ranks that answer. limit_s: the limit of a phase, which was
+    exceeded. folder: the folder with the stacks.
     """
     answered = {report.rank for report in reports}
     silent = sorted(set(range(world_size)) - answered)
