@@ -27,7 +27,7 @@ class EventLoopThread:
     """
 
     def __init__(self, name: str, *, blocking_steps: int = LEAST_BLOCKING_STEPS) -> None:
-        """blocking_steps: see `allow_blocking_steps`."""
+        """Start the thread, called `name`. blocking_steps: the count for `allow_blocking_steps`."""
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         allow_blocking_steps(self.loop, blocking_steps)
         self._is_stopping = False
@@ -53,7 +53,7 @@ class EventLoopThread:
         return self.submit(coroutine).result()
 
     def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Cancel all tasks, wait for them to end, run `last`, and end the thread."""
+        """Cancel all tasks of the loop, wait until they have ended, run the coroutine `last`, and end the thread."""
         self.run(cancel_others())  # before `last`, which closes what they use
         if last is not None:
             self.run(last)

@@ -29,7 +29,7 @@ class EventStream:
         return self.count > 0
 
     def take(self, piece: bytes) -> None:
-        """Parse the next piece of the body. Raises RequestRefused or ServerError for an error event."""
+        """Parse the next piece of the body. Raises RequestRefused or ServerError if it has an event with an error."""
         self.rest += piece
         *events, rest = self.rest.split(b"\n\n")
         self.rest = rest

@@ -56,7 +56,7 @@ class Origin:
 
 
 class Exchange:
-    """A request, and as much of its answer as has arrived."""
+    """A request and the part of its answer that has arrived so far."""
 
     def __init__(self, at_most: int, stream: Stream | None = None) -> None:
         """Prepare an exchange, which `Connections.send` begins.

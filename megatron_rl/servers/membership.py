@@ -45,7 +45,7 @@ LOOK_TIMEOUT_S = 10.0
 PATROL_EVERY_S = 5.0
 SELECT_POLL_S = 0.05
 BAD_REPLIES = 4
-"""Value of `Member.bad_replies` at which a server is dropped."""
+"""A server is dropped when its `Member.bad_replies` reaches this value."""
 JUDGED_REPLIES, LEAST_REPLIES = 64, 16
 """JUDGED_REPLIES: number of a server's newest replies that are examined for missing log-probabilities. LEAST_REPLIES:
 number of replies that must have arrived before the server can be dropped for them."""
@@ -101,7 +101,10 @@ class Member:
 
 
 class Membership:
-    """The servers of one client: `serving` ones receive requests, `publishing` ones take part in control calls."""
+    """The servers of one client.
+
+    Those in `serving` receive requests. Those in `publishing` take part in publications and other control calls.
+    """
 
     def __init__(
         self,
@@ -434,7 +437,7 @@ class Membership:
         return await ask()
 
     def suspect(self) -> None:
-        """Visit all servers now, because one of them has failed and it is unknown which."""
+        """Have all serving servers checked now, because one of them has failed and it is unknown which."""
         self._is_suspicious.set()
 
     def _watch(self, member: Member) -> None:

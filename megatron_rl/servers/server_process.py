@@ -229,7 +229,10 @@ class ServerLauncher:
 
 
 def write_plugins(folder: Path, functions: list[str]) -> Path:
-    """Make functions of sglang_plugins.py SGLang plugins if `folder` is on PYTHONPATH. Return `folder`."""
+    """Write files that register functions of sglang_plugins.py as SGLang plugins, and return `folder`.
+
+    SGLang finds the plugins if `folder` is on its PYTHONPATH.
+    """
     about = folder / "megatron_rl_plugins-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_rl_plugins\nVersion: 1\n")
@@ -239,7 +242,7 @@ def write_plugins(folder: Path, functions: list[str]) -> Path:
 
 
 def has_cuda() -> bool:
-    """Return whether torch has CUDA or ROCm. Without a driver, skip the import of torch, which takes a second."""
+    """Return True if torch has CUDA or ROCm. Without a GPU driver, torch is not imported, which would take a second."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

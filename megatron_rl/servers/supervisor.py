@@ -256,7 +256,7 @@ class Supervisor:
     # -- one thread per server
 
     def _keep(self, number: int) -> None:
-        """Restart server `number` whenever it ends, until its restarts are used up."""
+        """Restart server `number` whenever it ends, until its restarts (rollout.server_restarts) are used up."""
         url, restarts = self._servers[number].url, 0
         while (server := self._server(number)) is not None:
             started = time.monotonic()

@@ -205,7 +205,7 @@ class Picture:
         """{span: (process ID, thread ID)} in the trace."""
         self._names: list[Event] = []
         self._numbers = itertools.count(1)
-        """Counter for both process IDs and thread IDs. If a thread had its process's ID, it would be the main thread."""
+        """Counter for process IDs and thread IDs alike. A thread with its process's ID would count as main thread."""
 
     def add(self, process: str, label: str, spans: list[Span]) -> None:
         """Add a process with its spans. Spans of a row that overlap in time are put into several lanes (`lanes`)."""

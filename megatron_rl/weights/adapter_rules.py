@@ -36,7 +36,10 @@ _NUMBERS = re.compile(r"\.(\d+|\{\})(?=\.)")
 
 
 class Stacked(Replicated):
-    """Layout of a fused matrix's lora_A: every tensor-parallel rank holds all projections' lora_A, stacked by rows."""
+    """Layout of a fused matrix's lora_A: the lora_A of its projections are stacked by rows.
+
+    Every tensor-parallel rank holds all of them.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -270,7 +273,7 @@ def is_peft_folder(path: str | Path) -> bool:
 
 
 def adapter_source(arch: Architecture, lora: LoraConfig, *, seed: int) -> WeightSource:
-    """Return a run's initial adapters: from the folder `lora.path`, or new ones that do not change the model."""
+    """Return a run's initial adapters: those in the folder `lora.path`, or if it is empty, FirstAdapters."""
     if not lora.path:
         return FirstAdapters(arch, lora, seed)
     if not is_peft_folder(lora.path):

@@ -39,7 +39,7 @@ class Latent:
     """Multi-head latent attention (arXiv 2405.04434): the ranks of its projections and the widths of a head's parts."""
 
     query_rank: int | None
-    """Rank of the query projection. None: queries are projected directly from the hidden state."""
+    """Rank of the query projection. None if queries are projected directly from the hidden state."""
     kv_rank: int
     plain_dim: int
     """Width of the unrotated part of a query or key head."""
@@ -116,12 +116,12 @@ class Architecture:
     rotary_share: float = 1.0
     """Fraction of each head's width that is rotated, starting at its beginning."""
     softmax_scale: float | None = None
-    """Factor on the query-key products. None: 1 / sqrt(head_dim)."""
+    """Factor by which the query-key products are multiplied. None stands for 1 / sqrt(head_dim)."""
     activation: str = "silu"
     """Feed-forward activation on the gate: `silu`, `gelu_tanh` or `clamped_swiglu`. The last is
     `gate * sigmoid(1.702 gate) * (1 + up)`, with `gate` clamped to at most 7, and `up` clamped to [-7, 7]."""
     embedding_scale: float | None = None
-    """Factor on the embedding's output, rounded to the model's dtype."""
+    """Factor by which the embedding's output is multiplied. The factor is rounded to the model's dtype."""
     norm_offset: float = 0.0
     """Number that the norms add to their weights before they multiply with them."""
     has_norms_before: bool = True

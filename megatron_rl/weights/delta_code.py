@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Bytes per number -> integer dtype."""
+"""{bytes per number: integer dtype of this size}."""
 LONGEST = 5
 """Maximum bytes of a variable-length integer. It holds 32 bits and a sign, at seven bits per byte."""
 PLACES = ("none", "all", "gaps", "bitmap")
@@ -144,7 +144,10 @@ def _sizes(numbers: Tensor) -> Tensor:
 
 
 def _write(numbers: Tensor) -> Tensor:
-    """Encode non-negative numbers, seven bits per byte, low bits first. A number's last byte has the top bit 0."""
+    """Encode non-negative numbers with seven bits per byte, the low bits first, and return the bytes (uint8).
+
+    The top bit is 0 in the last byte of a number, and 1 in its other bytes.
+    """
     ends = _sizes(numbers).cumsum(0)
     written = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
     places = torch.cat([ends.new_zeros(1), ends])[:-1]

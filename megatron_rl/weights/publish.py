@@ -153,7 +153,7 @@ class WeightPublisher(abc.ABC):
     ) -> None: ...
 
     def close(self) -> None:  # noqa: B027
-        """Release what is kept between publications."""
+        """Release what the publisher keeps between publications, such as groups or files."""
 
     # -- servers
 
@@ -277,7 +277,7 @@ class WeightPublisher(abc.ABC):
 
 @dataclass
 class _Shipment:
-    """A round on the wire: one bucket from each sender."""
+    """A round that is being sent: one bucket from each sender."""
 
     number: int
     loads: dict[str, Future[None]]
@@ -686,7 +686,7 @@ class AdapterPublisher(DiskPublisher):
         return []
 
     def _confirm(self, checksums: ExpectedChecksums) -> None:
-        """Do nothing: the servers' checksums cover the base weights, which no publication changes."""
+        """Do nothing, because the servers' checksums cover only the base weights, which no publication changes."""
 
     def _load(self, target: Path, version: int) -> dict[str, Future[None]]:
         return self.receiver.load_adapters(target, version)

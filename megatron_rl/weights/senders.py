@@ -73,7 +73,7 @@ class Sender:
         self._is_whole = is_sent
 
     def _send(self, piece: Tensor, is_hopeless: Callable[[], bool]) -> bool:
-        """Start a broadcast. Return False if the group is broken, or once `is_hopeless()` returns True."""
+        """Start a broadcast and return True. Return False if the group is broken, or once `is_hopeless()` is True."""
         sending: Future[dist.Work] = Future()
         group = self.group
 
