@@ -1,1 +1,1 @@
-"""Starting the processes of a run, and stopping them when it ends."""
+"""Start of a run's processes, and their stop when the run ends."""

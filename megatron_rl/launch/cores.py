@@ -1,6 +1,6 @@
-"""Counts the cores that are free for a process that starts now.
+"""Counts the CPU cores that are free for a process that starts now.
 
-If a program's parallel loops use more threads than there are free cores, it is ten times slower than with one thread.
+A program whose parallel loops use more threads than there are free cores is ten times slower than with one thread.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ LOOK_S = 0.2
 
 
 def free_cores() -> int:
-    """Return how many cores this process may use, by affinity and container quota, that are not busy. At least 1."""
+    """Return the number of cores that this process may use and that are not busy; at least 1.
+
+    CPU affinity and the container's quota limit the cores that it may use.
+    """
     usable = min(float(len(os.sched_getaffinity(0))), quota())
     # Both may be too high: the load of the last minute includes processes that have just ended, and the current use
     # includes ranks that start at the same time.
@@ -33,7 +36,7 @@ def quota() -> float:
 
 
 def busy_cores() -> float:
-    """Return how many of the host's cores are busy, measured over LOOK_S; 0 if the host has no CPU statistics."""
+    """Measure for LOOK_S seconds how many of the host's cores are busy. Return 0 if the host has no CPU statistics."""
     try:
         return psutil.cpu_percent(LOOK_S) / 100 * (psutil.cpu_count() or 1)
     except FileNotFoundError:  # /proc/stat

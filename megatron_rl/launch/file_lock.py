@@ -1,4 +1,7 @@
-"""File locks, each held by one process at a time. The file names its owner, for the error messages of others."""
+"""File locks, each held by one process at a time.
+
+The content of the file names the process that holds the lock, so that error messages of other processes can name it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from pathlib import Path
 
 POLL_S = 0.05
 PATIENCE_S = 5.0
-"""Default time to wait for a lock. The system releases the lock of a killed owner sooner than that."""
+"""Default number of seconds to wait for a lock. The system releases the lock of a killed process sooner than that."""
 
 
 class LockHeld(BlockingIOError):
@@ -22,10 +25,10 @@ class LockHeld(BlockingIOError):
 
 
 def take(path: Path, patience_s: float = PATIENCE_S, *, by_process: bool = False) -> int:
-    """Lock `path` and return the open file. Raises LockHeld after `patience_s`.
+    """Lock the file `path` and return its file descriptor. Raises LockHeld if the lock is not free within `patience_s`.
 
-    The lock lasts until the file is closed in this process and in all processes forked from it.
-    by_process: the lock lasts only until this process closes the file or ends; forked processes do not share it.
+    by_process: if False, the lock lasts until the file is closed in this process and in all processes forked from it.
+    If True, it lasts only until this process closes the file or ends, because forked processes do not share the lock.
     """
     # flock's lock belongs to the open file, which a fork shares; lockf's belongs to this process alone.
     lock, acquire = os.open(path, os.O_RDWR | os.O_CREAT, 0o644), fcntl.lockf if by_process else fcntl.flock
@@ -43,7 +46,7 @@ def take(path: Path, patience_s: float = PATIENCE_S, *, by_process: bool = False
 
 
 def sign(lock: int, pid: int) -> None:
-    """Write the owner, process `pid` on this host, and the time into the lock file."""
+    """Write the lock's owner and the time into the lock file. The owner is process `pid` on this host."""
     # Written in place: a file renamed over this one would be a different lock.
     os.ftruncate(lock, 0)
     since = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -51,10 +54,12 @@ def sign(lock: int, pid: int) -> None:
 
 
 def keep_folder(folder: Path, name: str, what: str) -> int:
-    """Lock a folder for exclusive use until the returned file is closed or this process ends.
+    """Lock a folder for exclusive use, and return the lock's file descriptor.
 
-    The lock is the file `name` in the folder. what: words for its user in the error message, such as `a run`. Raises
-    OSError, which says who holds the lock or why the folder cannot be written.
+    The lock lasts until this descriptor is closed or this process ends. Raises OSError, which says who holds the lock
+    or why the folder cannot be written.
+
+    name: name of the lock file in the folder. what: words for the kind of user, such as `a run`, for the error message.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

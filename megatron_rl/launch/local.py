@@ -59,7 +59,7 @@ def main(argv: list[str] | None = None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Places:
-    """Placement of a run's processes on this host."""
+    """Placement of a run's ranks and servers on the GPUs of this host."""
 
     ranks: int
     rank_gpus: list[str] = field(default_factory=list)
@@ -69,9 +69,10 @@ class Places:
 
 
 def arrange(config: TrainConfig, gpus: list[str], ranks: int | None) -> Places:
-    """Place a run on this host's GPUs. Raises ValueError, with the numbers, if the run does not fit.
+    """Place a run's ranks and servers on this host's GPUs. Raises ValueError if the run does not fit.
 
-    ranks: None for as many as fit, and without GPUs for the fewest that hold whole replicas of every model.
+    ranks: number of ranks. None chooses as many as fit, or on a host without GPUs the fewest that hold whole replicas
+    of every model.
     """
     rollout = config.rollout
     if ranks is not None and ranks < 1:
@@ -120,7 +121,7 @@ def ranks_of_replica(layout: ParallelConfig) -> int:
 
 
 def gpus_of_host() -> list[str]:
-    """Return the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES; empty without a driver."""
+    """Return the GPUs that this process may use, named as in CUDA_VISIBLE_DEVICES; [] if there is no GPU driver."""
     if (visible := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
         return [name.strip() for name in visible.split(",") if name.strip()]
     if shutil.which("nvidia-smi") is None:
@@ -139,7 +140,10 @@ def run(places: Places, module_and_args: list[str]) -> int:
     interrupted_at: list[float] = []
 
     def interrupt(number: int, _: object) -> None:
-        """Let the ranks save on the first Ctrl-C, which they may also get from the terminal. End all on the second."""
+        """Handle Ctrl-C: let the ranks save at the first one, and end all at the second.
+
+        The ranks may also get the signal from the terminal.
+        """
         if not interrupted_at:
             interrupted_at.append(time.monotonic())
             _pass_on(number, processes)
@@ -184,7 +188,7 @@ def _place(rank: int, places: Places, port: int) -> dict[str, str]:
 
 
 def _first_failure(processes: list[subprocess.Popen]) -> int | None:
-    """Wait until a rank fails, and return its number. Returns None if all succeed or stop on a signal."""
+    """Wait until a rank fails, and return its number. Return None if all ranks succeed or stop on a signal."""
     while True:
         codes = [process.poll() for process in processes]
         for rank, code in enumerate(codes):
@@ -202,7 +206,7 @@ def _pass_on(number: int, processes: list[subprocess.Popen]) -> None:
 
 
 def _kill(processes: list[subprocess.Popen]) -> None:
-    """Kill the remaining ranks. On SIGTERM they would try to save, and would wait for the rank that is gone."""
+    """Send SIGKILL to the remaining ranks. At SIGTERM they would try to save, and wait for the rank that is gone."""
     for process in processes:
         process.kill()
         process.wait()

@@ -1,4 +1,4 @@
-"""Raises the limit on open files and sockets from a shell's 1,024 to the hard limit."""
+"""Raises this process's limit on open files and sockets, often 1,024 by default, to the hard limit."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import resource
 logger = logging.getLogger(__name__)
 
 MOST = 2**20
-"""Limit to set if the system has none. Above it, tools that iterate over all possible file numbers become slow."""
+"""Limit that is set if the hard limit is infinite. A higher one would slow down tools that iterate over all possible
+file descriptors."""
 LEAST = 512
 """Minimum limit to start a run: twice the number of files that an idle process of a run has open."""
 
 
 def limit() -> int:
-    """Return how many files this process may have open; MOST if there is no limit."""
+    """Return the number of files that this process may have open; MOST if there is no limit."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MOST if soft == resource.RLIM_INFINITY else soft
 
@@ -36,7 +37,7 @@ def raise_limit() -> int:
 
 
 def check_limit() -> None:
-    """Raise RuntimeError if the limit is too low for a run, in which each send would wait for another to end."""
+    """Raise RuntimeError if the limit is below LEAST. Requests would then wait for each other's file descriptors."""
     if limit() < LEAST:
         raise RuntimeError(
             f"this process may have {limit()} files and sockets open, and a process of a run takes at least {LEAST}; "

@@ -1,6 +1,7 @@
-"""This rank's GPU: environment variables for its libraries, and CPU affinity to the cores near it.
+"""This rank's GPU: environment variables for the GPU's libraries, and CPU affinity to the cores near the GPU.
 
-nvidia-smi describes the GPU, because a query through CUDA would initialize CUDA before those variables are set.
+The GPU's properties are read from nvidia-smi, because a query through CUDA would initialize CUDA before those variables
+are set.
 """
 
 from __future__ import annotations
@@ -13,12 +14,15 @@ from pathlib import Path
 from megatron_rl.config import TrainConfig
 
 BLACKWELL = 10.0
-"""Lowest compute capability on which Megatron overlaps communication without CUDA_DEVICE_MAX_CONNECTIONS."""
+"""Lowest compute capability on which Megatron overlaps communication without CUDA_DEVICE_MAX_CONNECTIONS=1."""
 SYSFS = Path("/sys")
 
 
 def find() -> tuple[str, float] | None:
-    """Return the PCI address (as in sysfs) and compute capability of this rank's GPU, if nvidia-smi reports one."""
+    """Return the PCI address (as in sysfs) and the compute capability of this rank's GPU.
+
+    Return None if nvidia-smi reports no GPU for this rank.
+    """
     rank, visible = int(os.environ.get("LOCAL_RANK", 0)), os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [str(rank)] if visible is None else [name.strip() for name in visible.split(",")][rank : rank + 1]
     if not names or not names[0] or shutil.which("nvidia-smi") is None:
@@ -32,7 +36,7 @@ def find() -> tuple[str, float] | None:
 
 
 def set_variables(config: TrainConfig) -> None:
-    """Set environment variables that NCCL and CUDA read at their start, unless the user has set them."""
+    """Set environment variables that NCCL and CUDA read when they start. Those that the user has set are kept."""
     if (gpu := find()) is None:
         return
     _, capability = gpu
@@ -44,7 +48,10 @@ def set_variables(config: TrainConfig) -> None:
 
 
 def stay_near() -> set[int]:
-    """Bind this thread, and threads that it starts, to the cores of the GPU's NUMA node. Return those cores, if any."""
+    """Bind this thread, and all threads that it starts later, to the cores of the NUMA node of this rank's GPU.
+
+    Return the numbers of these cores. If they are unknown, bind nothing and return an empty set.
+    """
     gpu = find()
     cores = cores_near(gpu[0]) & os.sched_getaffinity(0) if gpu is not None else set()
     if cores:
@@ -53,7 +60,7 @@ def stay_near() -> set[int]:
 
 
 def cores_near(address: str) -> set[int]:
-    """Return the cores of a PCI device's NUMA node; empty if sysfs does not list them."""
+    """Return the numbers of the cores of a PCI device's NUMA node; empty if sysfs does not list them."""
     try:
         node = int((SYSFS / "bus/pci/devices" / address / "numa_node").read_text())  # -1: the host has a single node
         spans = (SYSFS / f"devices/system/node/node{node}/cpulist").read_text().strip().split(",")  # 0-23,48-71

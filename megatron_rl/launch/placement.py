@@ -1,7 +1,7 @@
 """Placement of a Slurm job's processes: reads Slurm's variables and assigns rollout servers and ranks to nodes.
 
-Servers get the first nodes and, on each node, the first GPUs; ranks get the last ones. A job of one node runs both. In
-a heterogeneous job, the first component runs the servers and the second the ranks.
+Servers get the job's first nodes, and ranks get the last ones. On a node with both, such as that of a one-node job,
+servers get the first GPUs. In a heterogeneous job, the first component runs the servers and the second one the ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Nodes:
-    """The nodes of a job, or of one component of a heterogeneous job. Each has at least `cpus` CPUs and `gpus` GPUs."""
+    """The nodes of a job, or of one component of a heterogeneous job.
+
+    Every node has at least `cpus` CPUs and `gpus` GPUs.
+    """
 
     hosts: list[str]
     cpus: int
@@ -25,7 +28,7 @@ class Nodes:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlace:
-    """Placement of one server: its hosts (the first is the head) and its GPUs on each host, if any."""
+    """Placement of one server: its hosts, of which the first is the head, and its GPUs on each host, if it has any."""
 
     hosts: tuple[str, ...]
     gpus: range = range(0)
@@ -39,7 +42,10 @@ class Placement:
 
 
 def nodes_of_job(environment: Mapping[str, str]) -> list[Nodes]:
-    """Return the nodes of each component of the job: one, or two if it is heterogeneous."""
+    """Return the nodes of each component of the job. A job has one component, or two if it is heterogeneous.
+
+    environment: the environment variables that Slurm has set.
+    """
     if "SLURM_JOB_ID" not in environment:
         raise ValueError("SLURM_JOB_ID: is not set; start this with sbatch, e.g. sbatch scripts/train_grpo.sh CONFIG.")
     components = int(environment.get("SLURM_HET_SIZE", 1))
@@ -70,7 +76,7 @@ def _nodes(environment: Mapping[str, str], suffix: str, gpus: str | None, het_gr
 
 
 def counts(text: str) -> list[int]:
-    """Parse a list of counts per node as Slurm writes it: `2(x3),1` -> [2, 2, 2, 1]."""
+    """Parse a list of counts per node in Slurm's notation: `2(x3),1` -> [2, 2, 2, 1]."""
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", text)
     return [int(count) for count, times in found for _ in range(int(times or 1))]
 
@@ -84,10 +90,11 @@ def place(
     gpus_per_server: int,
     nodes_per_server: int = 0,
 ) -> Placement:
-    """Place servers and ranks. Raises ValueError, which says what does not fit.
+    """Place servers on the nodes `serving` and ranks on the nodes `training`, which may be the same nodes.
 
-    ranks: None for one rank per remaining GPU, or per remaining node if there are no GPUs.
-    nodes_per_server: 0 for the smallest number of nodes that have a server's GPUs.
+    ranks: number of ranks. None chooses one rank per remaining GPU, or per remaining node if there are no GPUs.
+    nodes_per_server: number of nodes of each server. 0 chooses the smallest number that has a server's GPUs.
+    Raises ValueError, which says what does not fit.
     """
     spare = int(serving is training and ranks != 0)
     places = _place_servers(serving, servers, gpus_per_server, nodes_per_server, spare=spare)
@@ -106,9 +113,10 @@ def place(
 
 
 def _place_servers(nodes: Nodes, count: int, gpus: int, nodes_each: int, *, spare: int) -> list[ServerPlace]:
-    """Place servers on GPUs, from the first node on. Without GPUs, distribute them over the nodes in turn.
+    """Place `count` servers on GPUs, from the first node on. Without GPUs, distribute them over the nodes in turn.
 
-    spare: number of last nodes that get no server if there are others.
+    gpus: number of GPUs of each server. nodes_each: number of nodes of each server. spare: number of nodes at the end
+    of the list that get no server if there are other nodes.
     """
     if count == 0:
         return []
@@ -145,7 +153,10 @@ def _room(nodes: Nodes, servers: list[ServerPlace]) -> dict[str, int]:
 
 
 def _share_out(ranks: int, room: dict[str, int], *, fill: bool) -> dict[str, int]:
-    """Return the number of ranks for each node. Fills the last nodes first if `fill`, otherwise shares evenly."""
+    """Return {node: number of ranks}. room: {node: number of ranks that fit}.
+
+    fill: True to fill the last nodes first, False to share the ranks evenly.
+    """
     shares = dict.fromkeys(room, 0)
     while ranks:
         # From the back, because servers have the first nodes. The dict keeps the hosts in rank order.
@@ -156,7 +167,10 @@ def _share_out(ranks: int, room: dict[str, int], *, fill: bool) -> dict[str, int
 
 
 def ranks_of_step(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return torch's environment variables for a rank started by srun; {} outside a step or if RANK is set."""
+    """Return the environment variables that torch needs for a rank that srun has started.
+
+    Return {} if this process is in no job step, or if RANK is set already.
+    """
     if "RANK" in environment or "SLURM_STEP_ID" not in environment or "MASTER_PORT" not in environment:
         return {}
     here = counts(environment["SLURM_STEP_TASKS_PER_NODE"])[int(environment["SLURM_NODEID"])]

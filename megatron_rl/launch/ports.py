@@ -1,4 +1,4 @@
-"""Free ports for processes that listen later, and this host's address as other hosts see it."""
+"""Free ports for processes that will listen on them, and the address at which other hosts reach this host."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ CHOICES = 200
 
 
 def free_port(host: str) -> int:
-    """Return a port of `host` that nothing listens on, below the kernel's range for outgoing connections.
+    """Return a port of `host` on which nothing listens. It is below the kernel's range for outgoing connections.
 
-    A port of that range could be taken before SGLang listens, which is ten seconds or more after it is given the port.
-    Raises RuntimeError if no port is free.
+    SGLang listens only ten seconds or more after it is given the port, and until then an outgoing connection could take
+    a port of that range. Raises RuntimeError if no port is free.
     """
     # Not the global generator: ranks and tests that seeded it alike would all try the same ports.
     for port in random.SystemRandom().sample(range(LOWEST, first_of_connections()), CHOICES):
@@ -29,9 +29,10 @@ def free_port(host: str) -> int:
 
 
 def first_of_connections() -> int:
-    """Return the exclusive upper bound of the ports to choose from: the first port of the kernel's ephemeral range.
+    """Return the exclusive upper bound of the ports to choose from: the first port that outgoing connections use.
 
-    If that range begins below LOWEST + CHOICES, return 65,536 and risk that a connection takes the chosen port.
+    If the kernel's range for outgoing connections begins below LOWEST + CHOICES, return 65,536 and risk that a
+    connection takes the chosen port.
     """
     first = int(RANGE.read_text().split()[0]) if RANGE.exists() else 32_768
     return first if first >= LOWEST + CHOICES else 65_536

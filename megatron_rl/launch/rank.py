@@ -22,11 +22,14 @@ PROGRAM = "megatron_rl.train"
 """The module that every rank runs, for every kind of training."""
 Check = Callable[[TrainConfig], object]
 Train = Callable[..., bool]
-"""A function train(config, resume=...) that returns False if a stop signal ended the run early."""
+"""A function train(config, resume=...). It returns False if a stop signal ended the run early."""
 
 
 def resume_command(program: list[str], words: list[str]) -> str:
-    """Return the command that resumes a run of `program` with the arguments `words`."""
+    """Return the command line that resumes a run.
+
+    program: the command, without arguments, that started the run. words: the arguments.
+    """
     kept = [word for word in words if not word.startswith("--resume=")]
     while "--resume" in kept:
         place = kept.index("--resume")
@@ -35,9 +38,9 @@ def resume_command(program: list[str], words: list[str]) -> str:
 
 
 def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], argv: list[str] | None) -> None:
-    """Parse the arguments, check the config, train, and exit with a code for the outcome.
+    """Parse the arguments, check the config, train, and exit with a code that says how the run ended.
 
-    load: imports and returns the check and train functions for a config, which takes seconds.
+    load: function that imports and returns the check function and the train function for a config. It takes seconds.
     """
     parser = argparse.ArgumentParser(PROGRAM, description=description)
     parser.add_argument("config", type=Path, help="config file, e.g. configs/demo.yaml")
@@ -92,7 +95,7 @@ def main(description: str, load: Callable[[TrainConfig], tuple[Check, Train]], a
 
 
 class _Output(io.FileIO):
-    """A writable file descriptor that is redirected to /dev/null once its pipe has no reader."""
+    """An output file that is redirected to /dev/null once nothing reads its pipe any more."""
 
     def write(self, data: object) -> int:
         try:

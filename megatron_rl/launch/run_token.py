@@ -23,9 +23,10 @@ FORM = re.compile(r"[!-~]{16,}")
 
 
 def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
-    """Return the token in a file. If needed, create the file; processes that do so simultaneously get the same token.
+    """Return the token in a file. If the file does not exist, create it with a new token.
 
-    Raises ValueError if another user owns or can read the file, or if it has no valid token. key: name for the message.
+    Processes that create it at the same time get the same token. Raises ValueError if another user owns or can read the
+    file, or if it has no valid token. key: config key that the error message names.
     """
     path = Path(path)
     try:
@@ -60,7 +61,7 @@ def token_in(path: str | Path, *, key: str = "rollout.token_file") -> str:
 
 
 def servers_of(config: TrainConfig) -> RolloutConfig:
-    """Return the config's rollout section with the path of its token file, for the run's servers and clients."""
+    """Return the config's rollout section with `token_file` filled in, for the run's servers and clients."""
     options, folder = config.rollout, Path(config.run.folder)
     own = registered_token_file(options.registry, folder.name) if options.registry else folder / "token"
     return dataclasses.replace(options, token_file=options.token_file or str(own))

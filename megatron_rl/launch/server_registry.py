@@ -1,8 +1,8 @@
 """Registry of rollout servers: a folder shared by trainers and servers.
 
 Each server has one JSON file, which names the server's run. A server rewrites its file to renew its lease, and removes
-it at its end. A file older than its lease belongs to a lost server. Ages are measured by the file system's clock,
-because the clocks of two hosts may differ by more than a lease.
+the file when it ends. If a file is older than its lease, its server is lost. Ages are measured by the file system's
+clock, because the clocks of two hosts may differ by more than a lease.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megatron_rl.life import process_exit
 logger = logging.getLogger(__name__)
 
 PROTOCOL = 1
-"""Version of what trainers and servers must agree on: the registration's fields and the server's endpoints."""
+"""Version of the registration's fields and the server's endpoints, on which trainers and servers must agree."""
 RENEWALS_PER_LEASE = 3
 POLL_S = 0.2
 MOST_BYTES = 1 << 16
@@ -82,7 +82,10 @@ def registered(folder: str | Path, registration: Registration, *, is_well: Calla
 
 
 def registered_urls(folder: str | Path, run: str) -> list[str]:
-    """Return the URLs of `run`'s servers with unexpired leases, by file name. Raises OSError if the disk fails."""
+    """Return the URLs of the servers of a run whose leases have not expired, sorted by file name.
+
+    Raises OSError if the folder cannot be read.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".now-") as file:
@@ -103,7 +106,10 @@ def registered_urls(folder: str | Path, run: str) -> list[str]:
 
 
 def read_entry(path: Path) -> tuple[dict[str, Any], float]:
-    """Return a registration file's content and modification time. Raises ValueError or RecursionError if invalid."""
+    """Return a registration file's content and modification time.
+
+    Raises ValueError or RecursionError if the content is invalid.
+    """
     # Opening a named pipe must not block. The file is opened before stat so that NFS refreshes its age.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
@@ -123,13 +129,16 @@ def read_entry(path: Path) -> tuple[dict[str, Any], float]:
 
 @functools.lru_cache(maxsize=1000)
 def name_once(path: Path, fault: str) -> None:
-    """Warn about an invalid file, but only once per fault, because the folder is read repeatedly."""
+    """Warn about an invalid file, but only once per file and fault, because the folder is read repeatedly."""
     shown = ascii(str(path))[1:-1]  # a name may contain any bytes
     logger.warning("%s is no registration of a server and is passed over: %s", shown, fault[:200])
 
 
 def wait_for_servers(folder: str | Path, run: str, count: int, *, timeout_s: float) -> list[str]:
-    """Wait for at least `count` registered URLs and return them all. Raises RuntimeError after `timeout_s`."""
+    """Wait until at least `count` servers of a run are registered, and return the URLs of all registered ones.
+
+    Raises RuntimeError after `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     while len(urls := registered_urls(folder, run)) < count:
         if time.monotonic() > deadline:

@@ -28,10 +28,11 @@ from megatron_rl.life.stop_signal import EXIT_STOPPED
 FIRST_PORT, PORTS = 20_000, 4_000
 """First port and number of ports for the rendezvous of ranks. Servers listen on higher ports (launch/ports.py)."""
 FIRST_SERVER_PORT, SERVER_PORTS, PORTS_OF_SERVER = 12_000, 500, 16
-"""First port, slots and ports per slot for the rendezvous of a server's nodes. SGLang uses seven ports of a slot."""
+"""Ports for the rendezvous of a server's nodes: the first port, the number of slots, and the ports per slot. SGLang
+uses seven ports of its slot."""
 POLL_S = 0.2
 STOP_S = 25.0
-"""Time that servers get to stop. They drain for up to 20 s of it."""
+"""Seconds that servers get to stop. They finish requests for up to 20 s of this time."""
 LAST_RANK_S = 120
 """Seconds from the end of the first rank until the others are killed, in case they wait for it in a collective.
 
@@ -83,7 +84,7 @@ class Server:
     process: subprocess.Popen[bytes]
     starts: int = 1
     next_start: float | None = None
-    """Monotonic time at which to restart the step; None unless it has ended."""
+    """Monotonic time at which the job restarts the step; None while the step runs."""
 
 
 @dataclass(kw_only=True)
@@ -110,7 +111,7 @@ class Job:
         self._shown = 0
 
     def run(self) -> int:
-        """Start everything, wait for the trainer, stop the servers, and return the trainer's exit code."""
+        """Start all steps, wait until the trainer ends, stop the servers, and return the trainer's exit code."""
         for number in (signal.SIGUSR1, signal.SIGTERM):
             signal.signal(number, self._hear)
         try:
@@ -166,7 +167,10 @@ class Job:
         return self._popen(step, [*gpus, *self._python(serve, self.serving)], log)
 
     def _keep_servers(self) -> bool:
-        """Restart ended servers with exponential backoff. Return False once all servers are given up."""
+        """Restart servers whose steps have ended; the wait before a restart doubles each time.
+
+        Return False once all servers are given up.
+        """
         limit = self.config.rollout.server_restarts
         for server in self.servers:
             if server.process.poll() is None:
@@ -213,7 +217,7 @@ class Job:
         return self._popen(step, self._python(train, self.training), self.rank_logs / "rank-%t.log", meeting)
 
     def _show_first_rank(self) -> None:
-        """Copy the first rank's new output to the job's log."""
+        """Copy what the first rank has newly printed to the job's log."""
         try:
             with (self.rank_logs / "rank-0.log").open("rb") as log:
                 log.seek(self._shown)
@@ -225,7 +229,7 @@ class Job:
         sys.stdout.buffer.flush()
 
     def _hear(self, number: int, _: object) -> None:
-        """Handle a stop signal. Forward only SIGUSR1 to the trainer: Slurm itself sends SIGTERM to all tasks."""
+        """Handle a stop signal. Only SIGUSR1 is forwarded to the trainer, because Slurm itself sends SIGTERM to it."""
         if number == signal.SIGUSR1 and self.trains and not self.config.run.checkpoint_every_steps:
             return  # a run without checkpoints cannot save, so it goes on until it is killed
         self.stop_signal = signal.Signals(number)
@@ -273,7 +277,7 @@ def tell(step: subprocess.Popen[bytes] | None) -> None:
 def srun(nodes: Nodes, tasks: Mapping[str, int], *, cpus_per_task: int) -> list[str]:
     """Return the srun command of a step that shares CPUs and GPUs with other steps.
 
-    tasks: number of tasks on each host. If the numbers differ, SLURM_HOSTFILE must name a file with each task's host.
+    tasks: {host: number of tasks}. If the numbers differ, SLURM_HOSTFILE must name a file that lists each task's host.
     """
     command = ["srun", "--overlap", f"--nodes={len(tasks)}", f"--ntasks={sum(tasks.values())}"]
     if len(set(tasks.values())) > 1:
@@ -287,7 +291,10 @@ def srun(nodes: Nodes, tasks: Mapping[str, int], *, cpus_per_task: int) -> list[
 
 
 def address(host: str) -> str:
-    """Return a node's NodeAddr. It differs from the node's name if several Slurm nodes share a host."""
+    """Return the address of a node (Slurm's NodeAddr).
+
+    It differs from the node's name if several Slurm nodes share a host.
+    """
     told = subprocess.run(["scontrol", "show", "node", host], capture_output=True, text=True, check=True).stdout
     found = re.search(r"\bNodeAddr=(\S+)", told)
     return found.group(1) if found else host
@@ -392,9 +399,10 @@ def job_of(args: argparse.Namespace, environment: Mapping[str, str]) -> Job:
 
 
 def overrides_of_task(environment: Mapping[str, str], args: argparse.Namespace) -> list[str]:
-    """Return the config overrides of one job-array task: its own folder, and a seed or a line of the sweep.
+    """Return the config overrides of one task of a job array.
 
-    The seed is the task's number; with a sweep, the number selects the line, from 0.
+    They give the task a folder of its own. Without a sweep, the seed is the task's number. With a sweep, the number
+    (from 0) selects the sweep's line.
     """
     task = environment.get("SLURM_ARRAY_TASK_ID")
     if args.sweep and task is None:
@@ -411,7 +419,7 @@ def overrides_of_task(environment: Mapping[str, str], args: argparse.Namespace) 
 
 
 def is_preempted(job: str) -> bool:
-    """Return True if Slurm is preempting this job. Its tasks may have got SIGTERM although this process has not."""
+    """Return True if Slurm is preempting this job. Its tasks may have got SIGTERM even if this process has not."""
     told = subprocess.run(["scontrol", "show", "job", job], capture_output=True, text=True).stdout
     return "JobState=RUNNING" in told and re.search(r"\bPreemptTime=(?!None)", told) is not None
 

@@ -1,4 +1,4 @@
-"""Starting Python processes: PYTHONPATH for children, and faster imports."""
+"""Start of Python processes: PYTHONPATH for child processes, and faster imports."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ def python_path() -> str:
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Make imports inside this context a fifth faster, by turning the garbage collector off.
+    """Make imports in this `with` block a fifth faster by turning off the garbage collector.
 
-    Afterwards the imported objects are frozen, so that no later collection scans them, and forked processes share their
-    memory.
+    At the end of the block the imported objects are frozen. So no later collection scans them, and forked processes
+    share their memory.
     """
     # The collector stays off inside another such context, or if the user has turned it off.
     is_outermost = gc.isenabled()

@@ -1,4 +1,4 @@
-"""Detects a blocked event loop by its late heartbeat, and names the user's function that blocks it."""
+"""Detects by a late heartbeat that an event loop is blocked, and names the user's function that blocks it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_rl.life import process_exit
 logger = logging.getLogger(__name__)
 
 BEAT_S = LOOK_S = 0.25
-"""Seconds between two beats, and between two samples of a HoldWatch."""
+"""BEAT_S: seconds between two beats. LOOK_S: seconds between two samples of a HoldWatch."""
 LATE_S = 0.1
 """Seconds by which a beat must be late for the loop to count as blocked."""
 HELD_S, BUSY_S, WINDOW_S = 2.0, 10.0, 60.0
@@ -23,14 +23,17 @@ HELD_S, BUSY_S, WINDOW_S = 2.0, 10.0, 60.0
 
 
 class Beat:
-    """A heartbeat: a timer on an event loop every BEAT_S. It is late if the loop is blocked or its process stopped."""
+    """A heartbeat: a timer that fires on an event loop every BEAT_S seconds.
+
+    It is late if the loop is blocked or its process is stopped.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop, self._due_s, self._lost_s = loop, time.monotonic() + BEAT_S, 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
-        """Schedule the first beat. Call it in the loop's thread."""
+        """Schedule the first beat. Must be called in the loop's thread."""
         self._due_s = time.monotonic() + BEAT_S
         self._timer = self._loop.call_later(BEAT_S, self._mark)
 
@@ -54,10 +57,10 @@ class Beat:
 
 
 class HoldWatch:
-    """A watcher that warns if user code blocks an event loop, with file and line, once per function.
+    """A watcher that warns, once per function, if user code blocks an event loop. The warning names file and line.
 
-    Create it in the loop's thread. Its own thread samples the stack of that thread. It ignores code of this package,
-    and time during which the whole process was stopped.
+    It must be created in the loop's thread, whose stack it then samples from a thread of its own. It ignores code of
+    this package, and time during which the whole process was stopped.
     """
 
     def __init__(self, beat: Beat) -> None:
@@ -74,11 +77,11 @@ class HoldWatch:
         process_exit.start_thread(self._keep_looking, name="hold-watch")
 
     def end(self) -> None:
-        """Stop watching. Call it in the loop's thread."""
+        """Stop watching. Must be called in the loop's thread."""
         self._is_over.set()
 
     def look(self, now: float) -> None:
-        """Sample the loop's thread once, and warn if a function exceeds its limit. now: time.monotonic()."""
+        """Sample the stack of the loop's thread once, and warn if a function exceeds its limit. now: monotonic time."""
         passed, self._looked = now - self._looked, now
         used, self._used_s = self._used_s, self._cpu_s()
         if now >= self._window_end:

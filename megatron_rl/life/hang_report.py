@@ -1,4 +1,4 @@
-"""Reports what a rollout process is doing when the run hangs: a short message, and the details in a file."""
+"""Reports what a rollout process is doing when the run hangs, by a short message and a file with the details."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ WORDS = {"episodes": "episode", "replies": "reply"}
 
 
 class HangReport:
-    """A report on this process's open spans and stacks.
+    """A file for reports on this process's open spans and stacks.
 
-    SIGUSR2 also writes the stack of the thread that receives it, usually the main thread, even if the interpreter is
-    blocked.
+    SIGUSR2 also makes the process write a stack to the file, even if the interpreter is blocked: that of the thread
+    which receives the signal, usually the main thread.
     """
 
     def __init__(self, path: Path, spans: Spans) -> None:
@@ -36,11 +36,11 @@ class HangReport:
 
     @property
     def file_number(self) -> int:
-        """File descriptor to which other processes can write their stacks."""
+        """File descriptor of the file, so that other processes can write their stacks to it."""
         return self._file.fileno()
 
     def report(self) -> str:
-        """Write open spans, recently ended spans and all stacks to the file; return a summary of the open spans."""
+        """Write open spans, recently ended spans and all stacks to the file. Return a summary of the open spans."""
         now, last = time.monotonic(), self._spans.last()
         words = in_words(self._spans.open(), now)
         lines = [time.strftime("%Y-%m-%d %H:%M:%S"), f"{words}.", "", "Under way, the oldest first:"]
@@ -70,7 +70,10 @@ def stacks() -> list[str]:
 
 
 def in_words(under_way: list[Span], now: float) -> str:
-    """Count the open spans by row, and describe the oldest ones that contain no other open span."""
+    """Return a summary of the open spans: their count by row, and the oldest of those that contain no other open span.
+
+    now: monotonic time.
+    """
     if not under_way:
         return "nothing is under way"
     counts = Counter(span.row if span.name != "generate" else "requests" for span in under_way)
@@ -81,7 +84,10 @@ def in_words(under_way: list[Span], now: float) -> str:
 
 
 def describe(span: Span, now: float) -> str:
-    """Return what a span is, its server, its prompt, and how long it has lasted or when it ended."""
+    """Return a line about a span: what it is, its server, its prompt, and how long it has lasted or when it ended.
+
+    now: monotonic time.
+    """
     prompt = next((above.name for above in [span, *span.ancestors] if above.row in ("replies", "episodes")), "")
     if span.name == "generate":
         prompt = span.parent.name if span.parent is not None else ""

@@ -1,9 +1,9 @@
 """Detects a hanging run, reports which rank is late, in which phase and before which collective, and ends the run.
 
 Ranks share a key-value store. When a phase exceeds run.phase_timeout_s on any rank, every rank writes its stacks and
-last events to run.folder/hang and its current state to the store. Rank 0 compares the phases that the ranks entered
-and the collectives that torch's flight recorder saw. The shorter limits of requests, rewards, agents, environments and
-servers normally act long before that. How the run ends:
+last events to run.folder/hang, and its current state to the store. Rank 0 then compares the phases that the ranks have
+entered and the collectives that torch's flight recorder has seen. Requests, rewards, agents, environments and servers
+have shorter limits, which normally act long before that. How the run ends:
 
     all ranks answer and wait for rollouts    they abandon the step as after a stop signal: the checkpoint has the state
                                               at the step's start, and the exit code (75) says that it can be resumed
@@ -41,8 +41,9 @@ LOOK_S = 0.5
 REPORT_PATIENCE_S = 10.0
 """Seconds that rank 0 waits for the other ranks' reports. A rank without a report by then counts as unresponsive."""
 LAST_RESORT_S = 60.0
-"""Delay of two fallbacks, in seconds. This long after the limit, a C timer that needs no interpreter writes the stacks.
-This long after the verdict, a rank ends itself if rank 0 has not ended it."""
+"""Delay, in seconds, of two fallbacks. The first acts this long after a phase has exceeded its limit: a C timer, which
+needs no interpreter, writes the stacks. The second acts this long after the verdict: a rank that rank 0 has not ended
+ends itself."""
 BEAT_S = 2.0
 EVENTS_KEPT = 30
 ALARM, VERDICT = "alarm", "verdict"
@@ -57,18 +58,18 @@ class RankReport:
     pid: int
     phase: str
     seconds: float
-    """Time spent in that phase."""
+    """Seconds that the rank has spent in `phase`."""
     phases_entered: int
-    """Count of phases since the start. All ranks enter the same phases, so a rank with a lower count is behind."""
+    """Number of phases entered since the start. All ranks enter the same phases; one with a lower number is late."""
     main_thread: str = ""
-    """Function, file and line of the main thread."""
+    """Function, file and line that the main thread is executing."""
     waits_for: str = ""
     collectives: dict[str, tuple[int, str]] = field(default_factory=dict)
     """{process group: (sequence number of the last collective entered, its description)}."""
 
 
 class HangWatch:
-    """A watcher that reports a hang and ends the run if a phase lasts too long on any rank.
+    """A watcher that reports a hang, and ends the run, if a phase lasts too long on any rank.
 
         watch = HangWatch(folder, rank=0, world_size=1, control=groups.control, limit_s=600, on_hang=process_exit.stop)
         timers.on_change = watch.enter  # told of each change of phase
@@ -94,10 +95,14 @@ class HangWatch:
     ) -> None:
         """Start the watching thread.
 
-        limit_s: maximum seconds of one phase. All callbacks run in the watching thread. waits_for(phase) returns within
-        REPORT_PATIENCE_S what the current phase waits for. If every rank answers and is in phase `can_leave`,
-        on_leave(message) is called on all of them. If that is not so, or this object is not closed within grace_s
-        after that, on_hang(message) is called on rank 0, and on other ranks that rank 0 does not end.
+        All callbacks run in the watching thread.
+
+        limit_s: maximum seconds of one phase.
+        waits_for: function of the current phase that returns, within REPORT_PATIENCE_S, what this phase waits for.
+        can_leave, on_leave: if a phase exceeds its limit, and every rank answers and is in the phase `can_leave`,
+        on_leave(message) is called on all ranks.
+        on_hang, grace_s: if on_leave is not called, or if this object is not closed within grace_s seconds afterwards,
+        on_hang(message) is called on rank 0, and on other ranks that rank 0 does not end.
         """
         self.folder, self.rank, self.world_size, self.limit_s = folder / "hang", rank, world_size, limit_s
         self._on_hang, self._waits_for = on_hang, waits_for
@@ -111,13 +116,13 @@ class HangWatch:
         self._stacks = (self.folder / f"rank-{rank}.txt").open("a")
         self._store = _join_store(rank, control)
         self.looked_at = time.monotonic()
-        """Monotonic time at which this rank last reached the store on rank 0. Infinite once the watch has ended."""
+        """Monotonic time at which this rank last reached the store on rank 0; infinity once the watch has ended."""
         self._beats: dict[int, tuple[str, float]] = {}
-        """On rank 0: {rank: (its last heartbeat, when it was received)}."""
+        """On rank 0: {rank: (the rank's last heartbeat, monotonic time at which it was received)}."""
         self._thread = process_exit.start_thread(self._watch, name="hang-watch")
 
     def enter(self, phase: str) -> None:
-        """Record that this rank begins a phase or returns to the enclosing one. '' means no phase."""
+        """Record that this rank begins a phase, or returns to the enclosing phase. phase: '' for no phase."""
         self._events.append(f"{time.strftime('%H:%M:%S')} {phase or '-'}")
         self._entered += 1
         self._phase, self._since = phase, time.monotonic()
@@ -136,9 +141,9 @@ class HangWatch:
         self._stacks.close()
 
     def silent(self) -> Silence:
-        """Return for how long other ranks have been silent. Rank 0 sees all ranks, the others see rank 0.
+        """Return for how long other ranks have been silent. Rank 0 knows this of all ranks, the others of rank 0 only.
 
-        Includes this rank's main thread while it is between two phases. May be called from any thread.
+        While this rank's main thread is between two phases, the result includes it. May be called from any thread.
         """
         now, found = time.monotonic(), {}
         for rank, (beat, heard_at) in list(self._beats.items()):
@@ -223,7 +228,10 @@ class HangWatch:
         self._stacks.flush()
 
     def _verdict(self) -> tuple[bool, str]:
-        """Return rank 0's decision: (whether the step is abandoned, message). (False, '') if none arrives in time."""
+        """Return rank 0's decision: whether the ranks abandon the step, and a message.
+
+        Return (False, '') if no decision arrives in time.
+        """
         try:
             self._store.wait([VERDICT], timedelta(seconds=2 * REPORT_PATIENCE_S))
             is_left, message = json.loads(self._store.get(VERDICT))
@@ -244,7 +252,12 @@ class HangWatch:
 
 
 def describe(reports: list[RankReport], world_size: int, limit_s: float, folder: Path) -> str:
-    """Describe which ranks are late: those that do not answer, then those behind in phases, then in collectives."""
+    """Return a message that says which ranks are late.
+
+    It names the ranks that do not answer, then those that have entered fewer phases than others, then those that have
+    not entered a collective. reports: the reports of the ranks that answer. limit_s: the limit of a phase, which was
+    exceeded. folder: the folder with the stacks.
+    """
     answered = {report.rank for report in reports}
     silent = sorted(set(range(world_size)) - answered)
     parts = [f"a phase has lasted more than run.phase_timeout_s = {limit_s:g} s, so the run is ended."]
@@ -270,7 +283,10 @@ def describe(reports: list[RankReport], world_size: int, limit_s: float, folder:
 
 
 def collectives_not_entered(reports: list[RankReport]) -> list[str]:
-    """Describe, for each process group whose ranks differ, which ranks have not entered the newest collective."""
+    """Return a line for each process group in which some ranks have not entered the newest collective.
+
+    The line names these ranks.
+    """
     found = []
     groups = dict.fromkeys(group for report in reports for group in report.collectives)
     for group in groups:
@@ -283,12 +299,13 @@ def collectives_not_entered(reports: list[RankReport]) -> list[str]:
 
 
 def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
-    """Return {process group: (sequence number, description)} of this rank's newest collectives, 0 if there was none.
+    """Return {process group: (sequence number, description)} of the newest collectives that this rank has entered.
 
-    The source is torch's flight recorder. The result is empty if this torch has no recorder for all backends.
+    The sequence number is 0 for a group without a collective. The source is torch's flight recorder. The result is
+    empty if this version of torch has no recorder for all backends.
 
-    since_ns: ignore collectives before this time.time_ns(). An earlier world of this process, or of the process that
-    it was forked from, may have had groups of the same names.
+    since_ns: collectives before this time (of time.time_ns) are ignored. Groups of the same names may have existed
+    earlier in this process, or in the process from which it was forked.
     """
     try:
         from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined]
@@ -310,7 +327,10 @@ def last_collectives(since_ns: int) -> dict[str, tuple[int, str]]:
 
 
 def _join_store(rank: int, control: dist.ProcessGroup) -> dist.TCPStore:
-    """Create or join a separate store, because collectives that hang use the process group's own store."""
+    """Create the ranks' store on rank 0, or join it on other ranks.
+
+    It is separate from the process group's own store, which collectives that hang may be using.
+    """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     place: list[Any] = [None]
     if rank == 0:

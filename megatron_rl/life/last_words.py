@@ -1,4 +1,4 @@
-"""Reports the error that ends a command: one line on stderr, the traceback in a file, exit code 1."""
+"""Reports the error that ends a command: by one line on stderr, a traceback in a file, and exit code 1."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ from megatron_rl.config.users_code import PACKAGE, is_users
 
 LOG = "traceback.log"
 TEMPORARY, KEPT = "megatron_rl-", 10
-"""Name prefix of tracebacks in the temporary folder, and number of this user's earlier ones that are kept."""
+"""TEMPORARY: prefix of the names of traceback files in the temporary folder. KEPT: number of this user's earlier files
+that are kept."""
 LONGEST = 2000
-"""Maximum characters of an error's own message."""
+"""Maximum number of characters of an error's own message that are shown."""
 OTHERS_WAIT_S = 3.0
 """Seconds that ranks other than 0 wait before they print their error. If rank 0 prints the same error, the launcher
 ends them in that time."""
@@ -27,10 +28,11 @@ ends them in that time."""
 
 @contextmanager
 def one_line(program: str, *, folder: Callable[[], Path | None] = lambda: None) -> Iterator[None]:
-    """Turn an exception that reaches this context manager into one line, and exit with code 1.
+    """Report an exception that leaves the `with` block by one line on stderr, and exit with code 1.
 
-    folder() returns the run's folder, which receives the traceback; without one it goes to a temporary file. A
-    ValueError that this package raises about the user's input keeps no traceback.
+    program: name of the command, with which the line begins. folder: function that returns the run's folder, to which
+    the traceback is written, or None to write it to a temporary file. The traceback of a ValueError that this package
+    raises about the user's input is not written.
     """
     try:
         yield
@@ -44,7 +46,7 @@ def one_line(program: str, *, folder: Callable[[], Path | None] = lambda: None) 
 
 
 def words_of(error: Exception, folder: Callable[[], Path | None]) -> str:
-    """Return an error's one-line message, and save its traceback unless the line alone explains the error."""
+    """Return a line about an error, and save the error's traceback unless the line alone explains the error."""
     text = " ".join(str(error).split())[:LONGEST]
     # The best place to name is a line of the user's code, otherwise this package's last call into another library.
     frames = [place for it in chain(error) for place in places(it.__traceback__)]
@@ -63,7 +65,7 @@ def words_of(error: Exception, folder: Callable[[], Path | None]) -> str:
 
 
 def chain(error: BaseException) -> list[BaseException]:
-    """Return the error followed by its causes, the newest first."""
+    """Return the error, its cause, the cause's cause, and so on."""
     found: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in found:
@@ -73,7 +75,10 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def places(trace: TracebackType | None) -> list[tuple[str, int]]:
-    """Return file and line of each call in a traceback. Frames before this package's first only start the command."""
+    """Return (file, line) of each call in a traceback, from this package's first frame on.
+
+    The frames before it only start the command.
+    """
     frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
     frames = [it for it in frames if it[0] != __file__]
     first = next((n for n, (file, _) in enumerate(frames) if file.startswith(PACKAGE)), 0)
@@ -94,9 +99,9 @@ def remove_old() -> None:
 
 
 def keep(error: Exception, folder: Path | None) -> str:
-    """Append the traceback to `folder`'s traceback.log, or write a temporary file; return the path.
+    """Append the error's traceback to traceback.log in `folder`, or write a temporary file. Return the file's path.
 
-    If it cannot be written, the returned text says why.
+    If the file cannot be written, the returned text says why.
     """
     head = f"-- {time.strftime('%Y-%m-%d %H:%M:%S')}, pid {os.getpid()}: {' '.join(sys.argv)}\n"
     content = (head + "".join(traceback.format_exception(error))).encode("utf-8", "replace")

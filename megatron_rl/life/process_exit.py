@@ -1,4 +1,4 @@
-"""Ends this process, also when a process that it depends on ends, so that a SIGKILL anywhere leaves no orphans."""
+"""Ends this process, also when a process on which it depends ends. So no process is left over if one gets SIGKILL."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ logger = logging.getLogger(__name__)
 PR_SET_PDEATHSIG = 1
 LOOK_S = 0.5
 LAUNCHER_S = 10.0
-"""Seconds that a launcher gets to notice a rank's death and stop the others."""
+"""Seconds that a launcher gets to notice a rank's death and to stop the other ranks."""
 
 
 def exit_with(pid: int, *, says_so: bool = True) -> None:
-    """Watch process `pid` from a thread and exit when it ends. says_so: print one line then."""
+    """Start a thread that ends this process when process `pid` ends. says_so: whether it prints a line then."""
 
     def watch() -> None:
         while is_alive(pid):
@@ -34,7 +34,10 @@ def exit_with(pid: int, *, says_so: bool = True) -> None:
 
 
 def start_thread(main: Callable[[], object], *, name: str) -> threading.Thread:
-    """Start a daemon thread. If it raises, log the error and end the process, because others would wait for ever."""
+    """Run `main` in a new daemon thread, and return the thread.
+
+    If `main` raises, log the error and end the process, because other threads would wait for this one forever.
+    """
 
     def run() -> None:
         try:
@@ -50,9 +53,9 @@ def start_thread(main: Callable[[], object], *, name: str) -> threading.Thread:
 
 
 def die_with(parent: int) -> None:
-    """Let the kernel SIGKILL this process when the parent thread that started it ends. Linux only.
+    """Make the kernel kill this process by SIGKILL when the thread that started it ends. Works on Linux only.
 
-    parent: the parent's process id.
+    parent: id of the parent process.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -75,7 +78,7 @@ def let_go_of_sockets() -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Return True while `pid` runs. A zombie counts as dead."""
+    """Return True if the process `pid` is running. A zombie counts as dead."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             # Split after the last bracket: the program's name, in brackets, may itself contain brackets and spaces.
@@ -85,22 +88,22 @@ def is_alive(pid: int) -> bool:
 
 
 def is_lost_peer(error: RuntimeError) -> bool:
-    """Return True if a collective failed because another rank is gone. Recognizes gloo's messages."""
+    """Return True if `error` is that of a gloo collective which failed because another rank is gone."""
     known = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
     return any(words in str(error) for words in known)
 
 
 def wait_to_be_stopped(rank: int) -> None:
-    """After another rank's death, wait until the launcher stops this rank, and end the process if it does not.
+    """Wait, after another rank's death, until the launcher stops this rank. If it does not, end the process.
 
-    This avoids a second traceback for the same failure.
+    This avoids a second traceback for the same failure. rank: number of this rank.
     """
     time.sleep(LAUNCHER_S)
     stop(f"rank {rank} lost its connection to another rank, whose own message says why.")
 
 
 def stop(message: str, code: int = 1) -> None:
-    """Print the message, if any, and end the process at once. Child processes watch it and end by themselves."""
+    """Print the message, unless it is empty, and end the process at once. Child processes notice this and end, too."""
     if message:
         print(f"megatron_rl: {message}", file=sys.stderr, flush=True)
     os._exit(code)

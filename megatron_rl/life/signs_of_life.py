@@ -1,7 +1,7 @@
-"""Names, within a minute, any part of a run that is silent: a stopped process or a thread that makes no progress.
+"""Warns, within a minute, of any silent part of a run: a stopped process, or a thread that makes no progress.
 
-It only warns and ends nothing: a stopped process may be continued, and a slow one may be healthy. Real hangs have
-their own, longer limits (run.phase_timeout_s, rollout.health_timeout_s and others).
+It ends nothing, because a stopped process may be continued, and a slow one may be healthy. Real hangs have limits of
+their own, which are longer (run.phase_timeout_s, rollout.health_timeout_s and others).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ SILENT_S = 30.0
 """Seconds of silence after which a warning names a process or thread."""
 LOOK_S = 5.0
 Silence = dict[str, tuple[float, str]]
-"""{name: (seconds of silence, further text for the warning)}. A name must not change from one call to the next."""
+"""{name of a process or thread: (seconds of its silence, further text for the warning)}. The name must be the same at
+each call."""
 Look = Callable[[], Silence]
 
 
@@ -49,13 +50,13 @@ class SignsOfLife:
         self._thread = process_exit.start_thread(self._keep_looking, name="signs-of-life")
 
     def close(self) -> None:
-        """Stop the thread. Harmless without `start`, or if called twice."""
+        """Stop the monitor's thread. May be called twice, or without `start`."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(LOOK_S)
 
     def look(self) -> None:
-        """Warn about each name that has become silent, and report those that are silent no more."""
+        """Warn of each process or thread that has become silent, and report each that is silent no more."""
         found = {who: silence for look in self.looks for who, silence in look().items()}
         silent = {who: silence for who, silence in found.items() if silence[0] >= SILENT_S}
         for who in silent.keys() - self._named:
@@ -79,7 +80,10 @@ class StoppedProcesses:
     """Finds child processes (and, on request, the parent) that a signal or a debugger has stopped."""
 
     def __init__(self, *, descends: bool = True, names_parent: bool = False) -> None:
-        """descends: check all descendants, not only children. names_parent: also check the parent."""
+        """Select the processes to check, which always include this process's children.
+
+        descends: also check the children's descendants. names_parent: also check the parent.
+        """
         self._descends, self._names_parent = descends, names_parent
         self._since: dict[int, float] = {}
 

@@ -18,8 +18,8 @@ EXIT_STOPPED = 75
 EXIT_INTERRUPTED = 130
 """Exit code of a run that its user ended by Ctrl-C, saved or not. Such a run must not be restarted automatically."""
 FINISH_ON_TERM_S = 5.0
-"""Seconds for the step to end by itself after SIGTERM or Ctrl-C. Schedulers send SIGKILL half a minute after SIGTERM,
-and the rest of that time is needed to save."""
+"""Seconds that the current step gets to end by itself after SIGTERM or Ctrl-C. Schedulers send SIGKILL half a minute
+after SIGTERM, and the rest of that time is needed to save."""
 SAME_CTRL_C_S = 0.5
 """Seconds within which a second SIGINT counts as the same Ctrl-C, because terminal and launcher both send it."""
 
@@ -33,24 +33,32 @@ class StopSignal:
             train_one_step()
         stop_signal.close()
 
-    After a signal, the run has `grace_s` seconds. When half of this time is over, the thread calls `on_half_time`.
-    For SIGTERM and Ctrl-C, this happens FINISH_ON_TERM_S seconds after the signal if that is earlier. When the whole
-    time is over, the process is ended, except after Ctrl-C: the user can then end it at once by a second Ctrl-C.
+    After a signal, the run has `grace_s` seconds to end. When half of this time is over, the thread calls
+    `on_half_time`; for SIGTERM and Ctrl-C it does so after FINISH_ON_TERM_S seconds if that is earlier. When the whole
+    time is over, the thread ends the process. It does not do so after Ctrl-C, because the user can then end the process
+    at once by a second Ctrl-C.
     """
 
     def __init__(
         self, grace_s: float, *, on_half_time: Callable[[], None], says_so: bool = True, saves: bool = True
     ) -> None:
-        """saves: whether the run writes a checkpoint when it stops; affects only messages. says_so: print messages."""
+        """Prepare a listener, which receives no signals before `listen` is called.
+
+        says_so: whether to print messages. saves: whether the run writes a checkpoint when it stops, which only the
+        messages depend on.
+        """
         self.grace_s, self.on_half_time, self.says_so, self.saves = grace_s, on_half_time, says_so, saves
         self.signal_name = ""
-        """Name of the first signal received, or empty."""
+        """Name of the first signal that was received; '' if none was."""
         self._came, self._closed = threading.Event(), threading.Event()
         self._handlers: dict[int, Any] = {}
         self._heard_at = 0.0
 
     def listen(self, numbers: Sequence[signal.Signals] = SIGNALS) -> None:
-        """Receive these signals, in addition to earlier ones. Call this and `close` in the process's main thread."""
+        """Receive these signals, in addition to those of earlier calls.
+
+        This and `close` must be called in the process's main thread.
+        """
         if not self._handlers:
             self._ear, self._mouth = socket.socketpair()
             # set_wakeup_fd requires a non-blocking descriptor, because a signal handler must not wait.
@@ -60,7 +68,7 @@ class StopSignal:
         self._handlers |= {number: signal.signal(number, lambda *_: None) for number in numbers}
 
     def close(self) -> None:
-        """Restore the previous signal handlers. Harmless without `listen`, or if called twice.
+        """Restore the previous signal handlers. May be called twice, or without `listen`.
 
         If a stop signal was received, later ones are ignored, because schedulers send more of them and the process is
         about to exit. Ctrl-C then ends the process.
@@ -112,9 +120,9 @@ class StopSignal:
         )
 
     def _ends_within(self, seconds: float | None) -> bool:
-        """Wait until `seconds` after the signal (None: for ever); return whether `close` was called.
+        """Wait until `seconds` have passed since the signal, or until `close` is called. Return True for the latter.
 
-        Another Ctrl-C ends the process.
+        If `seconds` is None, wait for `close` only. Another Ctrl-C during the wait ends the process.
         """
         while True:
             left_s = None if seconds is None else self._heard_at + seconds - time.monotonic()
@@ -133,7 +141,10 @@ class StopSignal:
                 process_exit.stop(words if self.says_so else "", code=EXIT_INTERRUPTED)
 
     def _next(self, timeout_s: float | None) -> int | None:
-        """Return the next signal's number, or None once closed. Raises TimeoutError if none arrives in time."""
+        """Wait for a signal and return its number; None once `close` was called.
+
+        Raises TimeoutError if no signal arrives within `timeout_s`.
+        """
         self._ear.settimeout(timeout_s)
         number = self._ear.recv(1)
         return number[0] if number else None

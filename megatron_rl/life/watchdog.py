@@ -1,7 +1,8 @@
 """Kills a server when its parent process dies: `python -S watchdog.py SERVER_PID`.
 
-The parent starts both, for servers that cannot watch their parent themselves. The server must lead its own process
-group; the watchdog kills the whole group. It imports only the standard library, so it takes 10 MB and starts at once.
+The parent starts the server and this watchdog, if the server cannot watch its parent itself. The server must lead its
+own process group, because the watchdog kills the whole group. The watchdog imports only the standard library, so it
+takes 10 MB and starts at once.
 """
 
 import contextlib

@@ -213,7 +213,7 @@ class Keeper:
             bind(path, target, read_only=read_only)
 
     def begin(self, fresh: list[str]) -> None:
-        """End the previous phase and begin a new one. RuntimeError if it does not start.
+        """End the previous phase and begin a new one. Raises RuntimeError if the new one does not start.
 
         fresh: reserved folders on each of which an empty disk is mounted.
         """
@@ -367,7 +367,11 @@ class SharedMemory:
     """
 
     def __init__(self, listener: int, left_bytes: int) -> None:
-        """listener: file descriptor on which the filter asks about each shared mapping; -1 if it refuses them all."""
+        """Prepare to grant mappings.
+
+        listener: file descriptor on which the filter asks about each shared mapping; -1 if the filter refuses them all.
+        left_bytes: total number of bytes that may be granted.
+        """
         self.listener, self.left_bytes = listener, left_bytes
 
     def register(self, poll: select.poll) -> None:
@@ -424,7 +428,7 @@ def give_up_rights(memory_bytes: int) -> int:
 
 
 def socket_bytes() -> int:
-    """Return the maximum number of bytes that a socket's buffers hold at their default sizes."""
+    """Return the maximum number of bytes that the buffers of a socket hold if they have their default sizes."""
     sizes = []
     for name in ("rmem_default", "wmem_default"):
         with open(f"/proc/sys/net/core/{name}") as file:
@@ -475,6 +479,9 @@ def run(
     `code` is None if the time limit was exceeded. A command that waits for a CPU may run for up to
     SLOWEST * time_s, until it has used `time_s` of CPU time. So a busy host does not cut off a command that would end
     in time on an idle host. If the result has `is_full`, the command was not run: no further process can start.
+
+    most_bytes: maximum bytes of output to return; the middle of a longer output is left out. shared: object that grants
+    the command's shared memory mappings.
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
@@ -530,9 +537,10 @@ def run(
 
 
 def is_starved(session: int, time_s: float) -> bool:
-    """Return True if a process of a session is running or runnable, and the session used less CPU time than `time_s`.
+    """Return True if a process of a session is running or waits for a CPU or a disk, and its CPU time is not used up.
 
-    Also True if the session's first process has exited and has not been waited for.
+    The CPU time is used up when the session's processes together have used `time_s` seconds. A first process that has
+    exited but has not been waited for counts as running.
     """
     ticks, could_run = 0, False
     for pid in filter(str.isdigit, os.listdir("/proc")):
@@ -547,7 +555,7 @@ def is_starved(session: int, time_s: float) -> bool:
 
 
 def stat_fields(path: str) -> list[bytes]:
-    """Return the fields of a `stat` file in /proc from the state on."""
+    """Return the fields of a `stat` file in /proc, beginning with the process's state."""
     with open(path, "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
@@ -568,7 +576,10 @@ def become_bash(command: str, cwd: str, env: dict[str, str], writer: int) -> Non
 
 
 def put(*, archive: str, folder: str, time_s: float) -> dict[str, Any]:
-    """Unpack a base64-encoded tar file into a folder, which is created if missing."""
+    """Unpack a base64-encoded tar file into a folder, which is created if it is missing.
+
+    Return `code`, which is 0 on success, and `output`, which says what failed.
+    """
     pid = os.fork()
     if pid == 0:
         os.makedirs(folder, exist_ok=True)

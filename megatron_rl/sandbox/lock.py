@@ -101,7 +101,10 @@ Step = tuple[int, int, int, int]
 
 
 def allow_if(test: int, value: int) -> list[Step]:
-    """Allow the call if the loaded argument passes; otherwise continue with the next step."""
+    """Return steps that allow the call if the loaded value passes a test, and otherwise continue with the next step.
+
+    test, value: operation and operand of the test's instruction.
+    """
     return [(test, 0, 1, value), (RETURN, 0, 0, ALLOW)]
 
 
@@ -110,7 +113,10 @@ def refuse(error: int) -> list[Step]:
 
 
 def argument(index: int, *, high: bool = False) -> list[Step]:
-    """Load one half of a system call's argument. Flags, commands and process ids fit into the low half."""
+    """Return the step that loads the low half, or if `high` the high half, of a system call's argument.
+
+    Flags, commands and process ids fit into the low half.
+    """
     return [(LOAD, 0, 0, ARGUMENTS_AT + 8 * index + 4 * high)]
 
 
@@ -122,7 +128,10 @@ def asking_steps() -> list[Step]:
 
 
 def filter_steps(pid: int, *, has_threads: bool) -> list[Step]:
-    """Return the filter of all system calls for the process `pid`, which may only send signals to itself."""
+    """Return the filter of all system calls for the process `pid`, which may only send signals to itself.
+
+    has_threads: True if the filter allows new threads, because `asking_steps` is installed, too.
+    """
     of_thread = [(RETURN, 0, 0, ALLOW)] if has_threads else refuse(errno.EAGAIN)
     only_reading = [(ANY_BIT, 0, 1, FOR_WRITING), *refuse(errno.EPERM), (RETURN, 0, 0, ALLOW)]
     # A process may not send itself SIGKILL, so SIGKILL shows that the host killed it.

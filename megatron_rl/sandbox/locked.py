@@ -87,7 +87,7 @@ class TimeLimit:
     """
 
     def __init__(self, time_s: float, *pids: int) -> None:
-        """pids: one process, or several that run in turn, so that their waiting times never overlap."""
+        """Start the time. pids: one process, or several that run in turn, so that their waiting times never overlap."""
         self.time_s, self.pids, self.began = time_s, pids, time.monotonic()
         self._waited_before = self._waited_s()
 
@@ -125,7 +125,7 @@ def processor_use(pid: int) -> tuple[float, float]:
 
 
 def stat_of(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on (see proc(5)). OSError if the process is gone."""
+    """Return the fields of /proc/PID/stat, beginning with the state (see proc(5)). OSError if the process is gone."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
 
 

@@ -114,7 +114,10 @@ def names_of_program(test: str) -> tuple[list[str], list[str]]:
 
 
 def run_test(test: str, names: list[str], modules: list[str], questions: int, answers: int) -> bool:
-    """Run a test to its end and return True. This runs in the judge; any exception means that the test has failed."""
+    """Run a test to its end and return True. This runs in the judge; any exception means that the test has failed.
+
+    names, modules: result of `names_of_program`. questions, answers: file descriptors of the pipes to the program.
+    """
     program = Program(questions, answers)
     scope: dict[str, Any] = {"__name__": "test", "__builtins__": builtins}
     scope |= {name: importlib.import_module(name) for name in modules}
@@ -130,7 +133,10 @@ def run_test(test: str, names: list[str], modules: list[str], questions: int, an
 
 
 def run_defined(test: str, scope: dict[str, Any]) -> None:
-    """Run what a test defines but does not run itself: functions that pytest would collect, and unittest cases."""
+    """Run what a test defines but does not run itself: functions that pytest would collect, and unittest cases.
+
+    scope: the global names of the test after it has run.
+    """
     used = {node.id for node in ast.walk(ast.parse(test)) if isinstance(node, ast.Name)}
     for name, found in list(scope.items()):
         if name in used:
@@ -152,7 +158,10 @@ class Program:
             give_up()
 
     def ask(self, verb: str, *given: Any) -> Any:
-        """Return the program's answer, as plain data and Things, or raise the exception that the program reports."""
+        """Ask the program a question. Return its answer, as plain data and Things, or raise the exception it reports.
+
+        verb, given: the question, see `Host`.
+        """
         line = json.dumps([verb, *(encode(entry, handle_of) for entry in given)]).encode() + b"\n"
         while line:
             line = line[self._write(line) :]

@@ -1,7 +1,8 @@
 """Brings a server that lacks the current weights up to date, between publications and without the trainer.
 
-The weights come from a peer that continues to serve (embedded servers), or from the folder of the last publication. The
-server gets the version's name only after its checksums, if it reports any, have been compared with its peers'.
+An embedded server gets the weights from a peer, which continues to serve meanwhile. Other servers load the folder of
+the last publication. If the server reports checksums, they are compared with those of the publication. Only then the
+server's weights get the name of the version.
 
 A publication that begins meanwhile cancels the catch-up and waits for its end. Commands that a server cannot undo are
 awaited instead of cancelled, so that none of them arrives in the middle of the publication.
@@ -32,13 +33,16 @@ class Current:
 
     version: str
     checksums: dict[ChecksumForm, dict[str, str]]
-    """Confirmed checksums, for each form that a server has."""
+    """{checksum form: {tensor name: checksum}} for each form that a server uses, as confirmed by the publication."""
     folder: str | None
-    """Folder from which the servers loaded these weights, if any."""
+    """Folder from which the servers loaded these weights. None if they came in another way."""
 
 
 def source_for(server: ServerClient, serving: Sequence[ServerClient], current: Current) -> ServerClient | str | None:
-    """Return the peer or folder to take the weights from, or None if only a publication helps."""
+    """Return the peer or folder from which the server can take the current weights.
+
+    Return None if there is none, so that the server must wait for a publication. serving: the servers that serve now.
+    """
     form = server.info.checksum_form if server.info else None
     if form is not None and form not in current.checksums:  # its checksums could not be compared
         return None
@@ -49,7 +53,10 @@ def source_for(server: ServerClient, serving: Sequence[ServerClient], current: C
 
 
 async def catch_up(server: ServerClient, source: ServerClient | str, current: Current, config: RolloutConfig) -> None:
-    """Load, verify and name the weights, and resume the server. Raises ServerError if that fails."""
+    """Have the server load the current weights, verify and name them, and resume it. Raises ServerError on failure.
+
+    source: result of `source_for`.
+    """
     assert server.info is not None
     timeout_s, load_timeout_s = config.control_timeout_s, config.start_timeout_s
     await _to_the_end(_clear(server, timeout_s))
@@ -89,7 +96,7 @@ async def _let_go_on(server: ServerClient, version: str, timeout_s: float) -> No
 
 
 async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
-    """Await `work`. If the caller is cancelled meanwhile, still wait until the work has finished, then raise."""
+    """Await `work`. If the caller is cancelled meanwhile, wait until `work` has finished before the cancellation."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.shield(task)

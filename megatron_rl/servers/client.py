@@ -1,6 +1,6 @@
 """One rollout server as this client knows it: its properties, its requests in flight, and the commands sent to it.
 
-Servers speak the protocol of SGLang 0.5.6 to 0.5.23. Older ones have no pause modes.
+Servers speak the protocol of SGLang 0.5.6 to 0.5.23. Servers with older versions have no pause modes.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megatron_rl.telemetry.spans import Spans
 
 PAUSE_MODES_SINCE = (0, 5, 6)
 RETRACTED_FLUSH_SINCE = (0, 5, 21)
-"""First version that flushes its cache while requests wait, such as retracted ones. 0.5.19 does not."""
+"""First SGLang version that flushes its cache even if requests wait in its queue, as retracted ones do."""
 FLUSH_POLL_S = 0.05
 REMEMBERED_VERSIONS = 256
 ADAPTERS = "policy"
@@ -27,7 +27,10 @@ ADAPTERS = "policy"
 
 
 class CacheAge:
-    """Number of publications since a server's KV cache was last flushed: now, and when each recent version arrived."""
+    """Age of a server's KV cache: the number of publications since it was last flushed.
+
+    It is known for now, and for the time at which each recent version arrived.
+    """
 
     def __init__(self) -> None:
         self.age = 0
@@ -40,10 +43,11 @@ class CacheAge:
             self._under.popitem(last=False)
 
     def stale_tokens(self, part: ReplyPart) -> int:
-        """Return how many tokens of a reply may have attended to keys computed by older weights.
+        """Return how many tokens of a reply may have attended to keys that older weights computed.
 
-        The result is never too low. Keys found in the cache have an unknown age, so they count as old as the cache's
-        oldest entries. A request that spans a publication keeps its keys unless that publication flushed the cache.
+        The result is never too low, but may be too high: keys that were found in the cache have an unknown age and
+        count as its oldest entries. A request that spans a publication keeps its keys unless that publication flushed
+        the cache.
         """
         if not part.spans:  # SGLang before 0.5.19
             return len(part.sampled) if self.age else 0
@@ -55,7 +59,7 @@ class CacheAge:
 
 
 class ServerClient(ServerHttp):
-    """Knows and controls one server.
+    """Client of one server: keeps track of what is known about the server, and controls it.
 
     For example:
 
@@ -74,12 +78,13 @@ class ServerClient(ServerHttp):
         vocab_size: int | None,
         spans: Spans,
     ) -> None:
-        """freezes_steps: requests are paused in place, so weights may change in the middle of a server's step.
+        """Create the client without contacting the server.
 
-        uses_adapters: requests use the server's adapters named ADAPTERS.
-
-        vocab_size: the model's vocabulary size, if this client knows it. If the server reports a smaller one, the
-        smaller one counts.
+        freezes_steps: True if requests are paused in place, so that weights may change in the middle of a server's
+        step.
+        uses_adapters: True if requests use the server's adapters, which are named ADAPTERS.
+        vocab_size: size of the model's vocabulary, or None if this client does not know it. If the server reports a
+        smaller size, that one is used.
         """
         super().__init__(url, connections, spans)
         self.freezes_steps, self.vocab_size, self.uses_adapters = freezes_steps, vocab_size, uses_adapters
@@ -92,12 +97,12 @@ class ServerClient(ServerHttp):
         self.last_reply_s = 0.0
         """Monotonic time of the server's last valid reply."""
         self.busy_since = 0.0
-        """Monotonic time since which at least one call has been in flight."""
+        """Monotonic time since which at least one generation request has been in flight."""
         self._known_s = 0.0
-        """Monotonic time at which the server's instance ID was last queried."""
+        """Monotonic time at which the server last reported its instance ID."""
         self._start: str | None = None
-        """Instance ID of the server process that has the current weights. None until queried. It changes with each
-        restart."""
+        """Instance ID, which changes with each restart, of the server process that has the current weights. None until
+        it was queried."""
         self._asking: asyncio.Task[None] | None = None
 
     # -- requests
@@ -105,9 +110,9 @@ class ServerClient(ServerHttp):
     def asked(
         self, rid: str, input_ids: list[int], sampling_params: dict[str, Any], *, version: int, **further: Any
     ) -> Asked:
-        """Return the facts against which the reply to this request is checked.
+        """Return the facts against which the reply to a request is checked.
 
-        version: the current policy version. further: the other fields of Asked.
+        version: the current policy version. further: those fields of Asked that only the caller knows.
         """
         info = self.info
         sizes = [size for size in (info.vocab_size if info else None, self.vocab_size) if size is not None]
@@ -166,21 +171,22 @@ class ServerClient(ServerHttp):
         return weights
 
     def forget_start(self) -> None:
-        """Forget which server instance has the weights, because new weights are about to arrive or have arrived.
+        """Forget which instance of the server has the weights, because new weights are about to arrive or have arrived.
 
-        The next query stores the new instance ID.
+        The next call of `check_start` queries and stores the instance ID.
         """
         self._start, self._known_s = None, 0.0
 
     @property
     def has_same_start(self) -> bool:
-        """True if `info` comes from the server instance that has the weights, or if that instance is unknown."""
+        """True if `info` comes from the instance of the server that has the weights, or if that instance is unknown."""
         return self._start is None or (self.info is not None and self.info.start == self._start)
 
     async def check_start(self, *, timeout_s: float) -> None:
-        """Raise ServerError if the server was restarted since it received the weights, even if their name is right.
+        """Raise ServerError if the server was restarted since it received the weights.
 
-        The server is queried only if a connection was made since the last query. Concurrent callers share one query.
+        A restarted server may report the right name for wrong weights. The server is queried only if a connection to it
+        was made since the last query. Concurrent callers share one query.
         """
         while self.info is not None and self.info.start is not None and self._known_s <= self.connected_s:
             if self._asking is None or self._asking.done():
@@ -219,7 +225,7 @@ class ServerClient(ServerHttp):
         return self.info
 
     async def held_weights(self, *, form: ChecksumForm | None, timeout_s: float) -> HeldWeights:
-        """Return the version of the weights in use and, if the server has a checksum form, their checksums."""
+        """Return the version of the server's weights and, if `form` is given, their checksums in this form."""
         model = await self.call_json("GET", "/model_info", timeout_s=timeout_s)
         version = self.checked("/model_info", lambda: member(model, "weight_version", str, optional=True))
         if form is None:
@@ -236,11 +242,12 @@ class ServerClient(ServerHttp):
         return HeldWeights(version, self.checked("/weights_checker", checksums))
 
     async def pause(self, mode: str, *, flush: bool, timeout_s: float) -> None:
-        """Stop generation until `resume`. flush: also drop all KV-cache entries, including those of running requests.
+        """Stop generation until the command /continue_generation.
 
-        mode: `abort` ends running requests; `retract` puts them back into the queue; `in_place` freezes them with their
-        KV cache, which then cannot be flushed. Servers before 0.5.6 know only abort. Before 0.5.21 a flush requires
-        abort.
+        mode: `abort` ends running requests. `retract` puts them back into the queue. `in_place` freezes them with their
+        KV cache, which then cannot be flushed. SGLang before 0.5.6 always aborts, and before 0.5.21 it aborts if
+        `flush` is True.
+        flush: True to drop all KV-cache entries, including those of running requests.
         """
         assert self.info is not None
         if flush and self.info.version < RETRACTED_FLUSH_SINCE:

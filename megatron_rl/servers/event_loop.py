@@ -1,4 +1,4 @@
-"""An event loop on its own thread, to be called from plain functions, and helpers for blocking work."""
+"""An event loop on its own thread, for use from code that is not asynchronous, and helpers for blocking work."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEAST_BLOCKING_STEPS, MOST_BLOCKING_STEPS = 64, 1024
 
 
 class EventLoopThread:
-    """An event loop with its daemon thread. `run` and `submit` are for other threads.
+    """An event loop that runs on a daemon thread of its own. Other threads call `run` and `submit`.
 
     thread = EventLoopThread("rollout")
     print(thread.run(asyncio.sleep(1, "slept")))
@@ -27,7 +27,7 @@ class EventLoopThread:
     """
 
     def __init__(self, name: str, *, blocking_steps: int = LEAST_BLOCKING_STEPS) -> None:
-        """blocking_steps: see `allow_blocking_steps`."""
+        """Start the thread, called `name`. blocking_steps: the count for `allow_blocking_steps`."""
         self.loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
         allow_blocking_steps(self.loop, blocking_steps)
         self._is_stopping = False
@@ -53,7 +53,7 @@ class EventLoopThread:
         return self.submit(coroutine).result()
 
     def stop(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Cancel all tasks, wait for them to end, run `last`, and end the thread."""
+        """Cancel all tasks of the loop, wait until they have ended, run the coroutine `last`, and end the thread."""
         self.run(cancel_others())  # before `last`, which closes what they use
         if last is not None:
             self.run(last)
@@ -64,9 +64,10 @@ class EventLoopThread:
 
 
 def allow_blocking_steps(loop: asyncio.AbstractEventLoop, count: int) -> None:
-    """Let `count` calls of `asyncio.to_thread` run concurrently, within the bounds of this module.
+    """Let `count` calls of `asyncio.to_thread` run concurrently on a loop.
 
-    asyncio's default is a few threads per core. A thread is started only when all others are busy.
+    The count is clamped to LEAST_BLOCKING_STEPS and MOST_BLOCKING_STEPS. asyncio by default allows only a few threads
+    per core. A thread is started only when all others are busy.
     """
     threads = min(max(count, LEAST_BLOCKING_STEPS), MOST_BLOCKING_STEPS)
     loop.set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="blocking-step"))
@@ -81,7 +82,10 @@ async def cancel_others() -> None:
 
 
 async def in_own_thread(call: Callable[[], T], *, name: str) -> T:
-    """Run a blocking call in its own thread, because users' blocking steps may occupy the loop's whole pool."""
+    """Return the result of a blocking call, which runs in a new thread called `name`.
+
+    The loop's pool of threads is not used, because users' blocking steps may occupy it completely.
+    """
     future: Future[T] = Future()
 
     def run() -> None:

@@ -11,7 +11,7 @@ from megatron_rl.api import RequestRefused
 from megatron_rl.servers.server_http import BUSY, ServerError, message_of
 
 MOST_EVENTS = 512
-"""Maximum SSE events per reply. Each repeats all tokens so far, so the total grows quadratically."""
+"""Maximum server-sent events per reply. Each repeats all tokens so far, so their total size grows quadratically."""
 OUTPUT_IDS, UNFINISHED = re.compile(rb'"output_ids":\s*(\[[^\]]*\])'), re.compile(rb'"finish_reason":\s*null')
 
 
@@ -22,14 +22,14 @@ class EventStream:
         self._on_tokens = on_tokens
         self.rest, self._last = bytearray(), b""
         self.count = 0
-        """Tokens received so far."""
+        """Number of the reply's tokens received so far."""
 
     @property
     def is_begun(self) -> bool:
         return self.count > 0
 
     def take(self, piece: bytes) -> None:
-        """Parse the next piece of the body. Raises RequestRefused or ServerError for an error event."""
+        """Parse the next piece of the body. Raises RequestRefused or ServerError if it has an event with an error."""
         self.rest += piece
         *events, rest = self.rest.split(b"\n\n")
         self.rest = rest
@@ -53,7 +53,11 @@ class EventStream:
         return ServerError(f"the stream ended: {words}")
 
     def reply(self, what: str) -> bytes:
-        """Return the body of the whole reply. A stream that was cut off becomes an aborted reply."""
+        """Return the body of the whole reply, in the form of an answer that was not streamed.
+
+        A stream that was cut off becomes an aborted reply. Raises ServerError if no reply has begun. what: endpoint,
+        for the error message.
+        """
         if not self._last:
             raise ServerError(f"{what}: the stream had no reply.")
         return UNFINISHED.sub(b'"finish_reason":{"type":"abort","message":"the stream was cut off"}', self._last)

@@ -3,8 +3,10 @@
 Replies are complete in spite of failures: a failed call is retried, on another server if there is one. An interrupted
 reply continues from its partial output, and keeps the log-probability and policy version of every token.
 
-    agenerate -> one reply: asks for parts until one finishes by itself, and for each part until a server gives it
-    _try      -> one HTTP call; its answer is checked token by token (reply_check.py): status 200 alone proves nothing
+    agenerate   gets one reply: requests part after part until the reply is finished, and each part until a server
+                answers
+    _try        makes one HTTP call and checks the answer token by token (reply_check.py), because status 200 alone
+                proves nothing
 """
 
 from __future__ import annotations
@@ -52,42 +54,43 @@ from megatron_rl.types import LLMRequest, LLMResponse, SampledTokens
 logger = logging.getLogger(__name__)
 
 REQUEST_ATTEMPTS = 4
-"""Maximum tries of one part of a reply, in each of the executor's `episode_attempts`."""
+"""Maximum number of tries to get one part of a reply. A retried episode (`episode_attempts`) counts them anew."""
 FIRST_RETRY_S = 0.1
 FRUITLESS_RESUMES = 8
-"""Consecutive interruptions without a new token, after which a reply is returned as aborted."""
+"""Maximum number of consecutive interruptions without a new token. After one more, the reply is returned as aborted."""
 REMEMBERED_RIDS = 65_536
 EARLY_END_S = 5.0
-"""Maximum wait for the tokens that a server has generated for a cancelled reply."""
+"""Maximum seconds to wait for the tokens that a server has generated for a cancelled reply."""
 TOKENS_IN_TIME = 6_000
 """Reply length for which rollout.request_timeout_s is meant. Requests for more tokens get proportionally more time."""
 READ_HERE_BYTES = 32 * 1024
-"""Replies of at least this size are parsed in another thread. For smaller ones the handover costs more than parsing."""
+"""Replies of at least this size are parsed in another thread. Smaller ones are parsed on the event loop, because it
+takes longer to pass them to another thread than to parse them."""
 OF_THE_REQUEST = (400, 413, 422)
-"""Statuses with which a server rejects the request itself. Others point to a problem of the server or its proxy."""
+"""HTTP statuses with which a server rejects the request itself. Others indicate a fault of the server or its proxy."""
 
 
 @dataclass(kw_only=True)
 class Asking:
-    """The next part of a reply to request, and the outcomes of the tries so far."""
+    """A request for the next part of a reply, and the outcomes of the tries so far."""
 
     req: LLMRequest
     tokens: list[int]
     """The prompt and the reply so far."""
     params: dict[str, Any]
-    """SGLang's sampling parameters."""
+    """Sampling parameters under SGLang's names."""
     room: int
-    """Maximum new tokens of this part and all that may follow."""
+    """Maximum new tokens of this part and all parts that may follow, together."""
     routed: int
-    """Number of leading tokens whose expert routes are already known, and not requested again."""
+    """Number of leading tokens whose expert routes are already known and are not requested again."""
     tell: Callable[[list[int]], None] | None
-    """Called with all new tokens so far as they arrive."""
+    """Function that is called, as tokens arrive, with the ids of all tokens of this part so far. None: not called."""
     failed: ServerClient | None = None
-    """The server of the last failed try."""
+    """Server of the last failed try, which the next try avoids."""
     refused: dict[ServerClient, RequestRefused] = field(default_factory=dict)
     attempt: int = 1
     busy: int = 0
-    """Number of tries so far that a server rejected because it was busy."""
+    """Number of tries so far that failed because the server was busy."""
 
 
 class SamplingClient(Sampler):
@@ -114,9 +117,10 @@ class SamplingClient(Sampler):
         on_failure: Callable[[str], None] | None = None,
         has_failed: Callable[[], bool] = lambda: False,
     ) -> None:
-        """on_failure(message): called if one of the client's permanent tasks has ended.
+        """Create the client without contacting servers.
 
-        has_failed(): True once the rollout has failed.
+        on_failure: called with a message if one of the client's permanent tasks has ended. has_failed: returns True
+        once the rollout has failed.
         """
         self.config, self.options, self.version = config, options, 0
         self.is_connected = False
@@ -129,7 +133,10 @@ class SamplingClient(Sampler):
         """Spans of the work in progress: episodes, replies, their HTTP calls, rewards, commands to servers."""
 
     async def connect(self, urls: list[str]) -> None:
-        """Connect to the servers at `urls`. Raises ServerError or RequestRefused, naming one that cannot be reached."""
+        """Connect to the servers at `urls`.
+
+        If one of them cannot be reached or used, raises ServerError or RequestRefused, which names it.
+        """
         self._loop = asyncio.get_running_loop()
         self.fleet = Fleet(
             self.config,
@@ -143,7 +150,7 @@ class SamplingClient(Sampler):
         await self.fleet.connect()
 
     async def close(self) -> None:
-        """Disconnect. The servers keep running. May be called twice."""
+        """Disconnect from the servers, which keep running. May be called twice."""
         if self.is_connected:
             self.is_connected = False
             await self.fleet.close()
@@ -157,9 +164,9 @@ class SamplingClient(Sampler):
             self.metrics.observe(span.args.get("metrics", {}))
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        """Generate one reply, continuing after interruptions. Awaitable on any event loop.
+        """Generate one reply, and continue it after interruptions. May be awaited on any event loop.
 
-        Raises ValueError for a request that every server would refuse, RuntimeError if the servers fail.
+        Raises ValueError if every server would refuse the request, and RuntimeError if the servers fail.
         """
         if not self.is_connected:
             raise RuntimeError("rollout client: not connected, or closed; connect it to its servers first.")
@@ -228,16 +235,19 @@ class SamplingClient(Sampler):
         return reply
 
     def _deadline_s(self, req: LLMRequest) -> float:
-        """Return rollout.request_timeout_s, scaled up for replies that may exceed TOKENS_IN_TIME tokens."""
+        """Return the timeout of a reply: rollout.request_timeout_s, or more if it may exceed TOKENS_IN_TIME tokens."""
         return self.config.request_timeout_s * max(1.0, req.gconfig.max_new_tokens / TOKENS_IN_TIME)
 
     async def _take_slot(self, deadline: asyncio.Timeout) -> None:
-        """Wait for one of the connections that this process may open. The wait does not count towards the deadline."""
+        """Wait until this process may open one more connection. The time does not count towards the deadline."""
         with not_counted(deadline) if self.fleet.slots.locked() else contextlib.nullcontext():
             await self.fleet.slots.acquire()
 
     def _asking(self, req: LLMRequest, reply: LLMResponse, most: int) -> Asking:
-        """Return the next part of a reply to request. most: maximum new tokens of this part."""
+        """Return the request for the next part of a reply.
+
+        reply: the parts that have arrived. most: maximum new tokens of the next part.
+        """
         generated = reply.sampled.ids.tolist()
         params = sampling_params(req.gconfig, generated=len(generated), seed=self._seed_of(req, len(generated)))
         params |= req.grammar or {}
@@ -253,11 +263,11 @@ class SamplingClient(Sampler):
         )
 
     async def _try(self, asking: Asking, deadline: asyncio.Timeout) -> ReplyPart | None:
-        """Request a part of a reply from one server. Return None, after a wait, if the caller must try again.
+        """Request a part of a reply from one server. If this fails but may be tried again, wait, and return None.
 
-        Raises ServerError after REQUEST_ATTEMPTS failures, RequestRefused if all servers would refuse. A server that
-        fails is taken out of service, unless its reply merely lacks a log-probability. If the caller is cancelled, the
-        tokens generated so far are added to the request's partial reply.
+        Raises ServerError after REQUEST_ATTEMPTS failures, and RequestRefused if all servers would refuse the request.
+        A server that fails is taken out of service, unless its reply merely lacks a log-probability. If the caller is
+        cancelled, the tokens generated so far are added to the request's partial reply.
         """
         req, fleet, size = asking.req, self.fleet, asking.req.gconfig.support_size
         server = await self._choose_server(req.rid, avoid=asking.failed, deadline=deadline)
@@ -305,7 +315,7 @@ class SamplingClient(Sampler):
     async def _wait_after(
         self, error: ServerError | RequestRefused, server: ServerClient, asking: Asking, deadline: asyncio.Timeout
     ) -> None:
-        """Count a failed try, and wait before the next one. Raises the error if there must be no further try."""
+        """Count a failed try, and wait before the next one. Raise `error` again if there must be no further try."""
         if isinstance(error, RequestRefused):
             # A faulty server that refuses everything would soon be the least busy one and end every episode.
             if asking.refused or not self.fleet.has_another(server):
@@ -337,9 +347,10 @@ class SamplingClient(Sampler):
         asking.attempt += 1
 
     async def _read(self, server: ServerClient, call: Exchange, asked: Asked, events: EventStream | None) -> ReplyPart:
-        """Wait for an answer and check it. Raises BadReply for an invalid one.
+        """Wait for the answer to `call` and check it. Raises BadReply if the answer is invalid.
 
-        events: parser of a streamed reply. If the server dies, its tokens are returned as an aborted reply.
+        asked: the facts against which the answer is checked. events: parser of a streamed answer; None if it is not
+        streamed. If a server dies while it streams, the tokens that came are returned as an aborted reply.
         """
         try:
             pieces = await server.answer(call, "/generate")
@@ -370,7 +381,7 @@ class SamplingClient(Sampler):
     async def _end_early(
         self, server: ServerClient, call: Exchange, asked: Asked, events: EventStream | None, begun: LLMResponse
     ) -> None:
-        """Abort a request on the server, and keep the tokens that it returns within EARLY_END_S."""
+        """Abort a request on the server, and add the tokens that it returns within EARLY_END_S to `begun`."""
         try:
             async with asyncio.timeout(EARLY_END_S):
                 await server.call("POST", "/abort_request", {"rid": asked.rid}, timeout_s=EARLY_END_S)
@@ -382,9 +393,10 @@ class SamplingClient(Sampler):
             add_part(begun, part)
 
     async def _choose_server(self, rid: str, *, avoid: ServerClient | None, deadline: asyncio.Timeout) -> ServerClient:
-        """Return the server that this rid used last, or else the `least_busy` one.
+        """Return the server for the next part of the reply `rid`: that of the last part, or else the `least_busy` one.
 
-        Waits while the servers are paused or none is available. That time does not count towards the deadline.
+        Waits while the servers are paused or none is available. That time does not count towards the deadline. avoid:
+        server that is returned only if there is no other.
         """
         members = self.fleet.members
         if not (self.fleet.open.is_set() and members.serving):
@@ -404,10 +416,11 @@ class SamplingClient(Sampler):
         return home
 
     def _seed_of(self, req: LLMRequest, generated: int) -> int | None:
-        """Derive the sampling seed from the run's seed and the sample's name: equal on every server, rank and retry.
+        """Derive the sampling seed of a request from the run's seed and the sample's name; None if it has no seed.
 
-        A continuation gets a different seed, because the embedded server numbers its draws per request: with the
-        same seed it would repeat them.
+        The result is the same on every server, rank and retry. generated: number of tokens that the reply already has.
+        A continuation must have another seed, because the embedded server numbers its draws per request: with the same
+        seed it would repeat them.
         """
         key = req.metadata.get("sample_key")
         if req.gconfig.seed is not None:
@@ -441,9 +454,11 @@ def least_busy(
 ) -> ServerClient:
     """Return the server with the fewest requests of this client. `avoid` is returned only if there is no other.
 
-    rank, ranks: this client's number among the clients of the same servers, and their count. Ties go to the first
-    server on a ring of all servers, on which the ranks start at equal distances. So ranks fill the servers evenly
-    without knowing of each other: if they have equally many groups, the servers' loads differ by at most one.
+    Among equally busy servers, it is the first one on a ring of all servers. The clients start at equal distances on
+    this ring, so they fill the servers evenly without knowing of each other. If all clients have equally many groups,
+    the servers' loads differ by at most one.
+
+    rank, ranks: this client's number among the clients of the same servers, and the number of these clients.
     """
     ring = sorted(serving, key=lambda server: server.url)  # `serving` is in the order in which servers returned
     begin = rank * len(ring) // ranks
@@ -452,7 +467,7 @@ def least_busy(
 
 
 def begun_by(req: LLMRequest) -> LLMResponse | None:
-    """Return the partial reply to continue, or None. A reply with a grammar cannot be continued."""
+    """Return the partial reply that a request continues, or None. A reply with a grammar cannot be continued."""
     return req.begun if req.grammar is None else None
 
 
@@ -475,7 +490,7 @@ def add_part(reply: LLMResponse, part: ReplyPart) -> None:
 
 @contextlib.contextmanager
 def not_counted(deadline: asyncio.Timeout) -> Iterator[None]:
-    """Stop the deadline's clock inside the block."""
+    """Postpone the deadline by the time spent inside the `with` block."""
     clock, when = asyncio.get_running_loop().time, deadline.when()
     left_s = None if when is None else when - clock()
     deadline.reschedule(None)

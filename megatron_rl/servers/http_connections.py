@@ -23,21 +23,21 @@ SMALL_BYTES = 64 * 1024
 
 
 class AnswerTooLong(Exception):
-    """The body, or an event of a stream, exceeds its limit."""
+    """The body of an answer, or one event of a streamed answer, exceeds its limit."""
 
 
 class Stream(Protocol):
-    """Receives an answer piece by piece, as it arrives."""
+    """Receiver of an answer's body, piece by piece, as it arrives."""
 
     rest: bytearray
-    """Bytes of an incomplete event."""
+    """Bytes of an event that has not arrived completely."""
 
     def take(self, piece: bytes) -> None:
         """Parse a piece. An exception ends the exchange, and `Exchange.wait` raises it."""
 
 
 class Origin:
-    """A server's base URL, the headers that it implies for every request, and the connections to it."""
+    """A server's base URL, the headers that this URL implies for every request, and the connections to the server."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -52,19 +52,23 @@ class Origin:
         self.idle: list[Connection] = []
         """Open connections without a request, the most recently used last."""
         self.connected_s = 0.0
-        """Monotonic time of the last new connection."""
+        """Monotonic time at which the last new connection was made."""
 
 
 class Exchange:
-    """A request, and as much of its answer as has arrived."""
+    """A request and the part of its answer that has arrived so far."""
 
     def __init__(self, at_most: int, stream: Stream | None = None) -> None:
-        """at_most: maximum bytes of the body, or of an event. stream: receives the body if the status is 200."""
+        """Prepare an exchange, which `Connections.send` begins.
+
+        at_most: maximum bytes of the body, or of each event if a stream receives it. stream: receives the body if the
+        status is 200.
+        """
         self.status = 0
         self.headers: dict[bytes, bytes] = {}
-        """Headers of the answer. Names are in lower case."""
+        """{name in lower case: value} of the answer's headers."""
         self.pieces: list[bytes] = []
-        """The body, unless a stream takes it."""
+        """The body's bytes in the order of arrival; empty if a stream receives them."""
         self.error: Exception | None = None
         self.is_over = False
         self.connection: Connection | None = None
@@ -75,7 +79,10 @@ class Exchange:
         self._connecting: asyncio.Task[None] | None = None
 
     async def wait(self) -> None:
-        """Wait for the whole answer, or raise the error. May be called again, also after a cancellation."""
+        """Wait for the whole answer. Raises the error if the exchange fails.
+
+        May be called again, also after a cancellation.
+        """
         if not self.is_over:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -88,7 +95,7 @@ class Exchange:
             self.fail(ConnectionAbortedError("the call was given up"))
 
     def fail(self, error: Exception) -> None:
-        """Have `wait` raise an error from now on, and close the connection unless the answer is complete."""
+        """Make `wait` raise `error` from now on. Close the connection unless the answer is complete."""
         self.error = self.error or error
         if not self.is_over:
             connection, connecting = self.connection, self._connecting
@@ -99,7 +106,7 @@ class Exchange:
                 connecting.cancel()
 
     def connect(self, connecting: asyncio.Task[None]) -> None:
-        """Note the task that makes the connection. It is cancelled if the exchange fails first."""
+        """Note the task that makes the connection. It is cancelled if the exchange fails before it is done."""
         self._connecting = connecting
         connecting.add_done_callback(self._connected)
 
@@ -116,7 +123,7 @@ class Exchange:
             self._waiter.set_result(None)
 
     def take(self, piece: bytes) -> None:
-        """Take a piece of the body. An exception of the stream ends the exchange."""
+        """Store a piece of the body, or pass it to the stream. An exception of the stream ends the exchange."""
         try:
             if self._stream is not None and self.status == 200:
                 self._stream.take(piece)
@@ -139,11 +146,11 @@ class Connection(asyncio.Protocol):
     def __init__(self, origin: Origin) -> None:
         self._origin = origin
         self.idle_since = 0.0
-        """Monotonic time at which the last exchange ended; 0 before."""
+        """Monotonic time at which the last exchange ended; 0 before the first one has ended."""
         self._exchange: Exchange | None = None
         self._parser = httptools.HttpResponseParser(self)
         self._head_bytes = 0
-        """Bytes received since the last piece of a body."""
+        """Number of bytes received since the last piece of a body."""
         self._ends_with_connection = self._is_spoilt = False
 
     def send(self, exchange: Exchange, head: bytes, body: bytes) -> None:
@@ -229,7 +236,7 @@ class Connections:
     """
 
     def __init__(self, headers: dict[str, str], *, keepalive_s: float) -> None:
-        """headers: sent with every request. keepalive_s: how long a connection without a request is kept."""
+        """headers: {name: value} sent with every request. keepalive_s: seconds for which an idle connection is kept."""
         assert not any(mark in word for pair in headers.items() for word in pair for mark in "\r\n"), headers.keys()
         self._head = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         self._keepalive_s = keepalive_s
@@ -246,7 +253,7 @@ class Connections:
     def send(
         self, exchange: Exchange, origin: Origin, method: str, path: str, body: bytes = b"", content_type: str = ""
     ) -> None:
-        """Send a request on an idle connection or on a new one. `exchange.wait` raises the errors."""
+        """Send a request on an idle connection, or on a new one. Returns at once; `exchange.wait` raises the errors."""
         if self._is_closed:
             exchange.fail(ConnectionAbortedError("the client is closed"))
             return
@@ -279,7 +286,10 @@ class Connections:
         self._sweeping = self._sweeping or loop.call_later(self._keepalive_s, self._sweep)
 
     def _sweep(self) -> None:
-        """Close connections idle for longer than keepalive_s. Runs at that interval while connections exist."""
+        """Close connections that were idle for longer than keepalive_s.
+
+        While connections exist, this runs once per keepalive_s.
+        """
         oldest = time.monotonic() - self._keepalive_s
         for origin in self._origins.values():
             for connection in origin.idle:
@@ -290,7 +300,7 @@ class Connections:
         self._sweeping = again(self._keepalive_s, self._sweep) if is_used else None
 
     def close(self) -> None:
-        """Close all connections, and fail the exchanges on them. Later ones fail at once. May be called twice."""
+        """Close all connections. Exchanges on them fail, and later exchanges fail at once. May be called twice."""
         self._is_closed = True
         if self._sweeping is not None:
             self._sweeping.cancel()

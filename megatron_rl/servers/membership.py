@@ -1,19 +1,19 @@
 """Tracks which servers receive requests, and which take part in the next publication of weights.
 
     from         to            when
-    SERVING      LOST          a call failed, it does not respond or generates nothing, or a reply was bad
+    SERVING      LOST          a call failed, the server does not respond or generates nothing, or a reply was bad
     SERVING      LOST          it failed a publication, or its replies cannot be trusted: it is dropped
     LOST         SERVING       it generates as before, with the weights that it had
     LOST         BEHIND        it answers, but was restarted or dropped
     BEHIND       LOST          it no longer answers
     BEHIND       CATCHING_UP   another server, or the disk, has the current weights for it
-    CATCHING_UP  SERVING       it has them and generates
-    CATCHING_UP  BEHIND        that failed, or a publication begins
+    CATCHING_UP  SERVING       it has these weights and generates
+    CATCHING_UP  BEHIND        catching up failed, or a publication begins
     any          SERVING       a publication in which it took part ended
     SERVING      LOST          a publication ended without it
 
-A server whose replies cannot be trusted catches up only after a restart. Everything here runs on one event loop. If the
-loop itself stalls, no server is lost for that.
+A server whose replies cannot be trusted catches up only after a restart. Everything here runs on one event loop. A
+server does not become LOST because the loop itself stalls.
 """
 
 from __future__ import annotations
@@ -45,15 +45,17 @@ LOOK_TIMEOUT_S = 10.0
 PATROL_EVERY_S = 5.0
 SELECT_POLL_S = 0.05
 BAD_REPLIES = 4
-"""Value of `Member.bad_replies` at which a server is dropped."""
+"""A server is dropped when its `Member.bad_replies` reaches this value."""
 JUDGED_REPLIES, LEAST_REPLIES = 64, 16
-"""Number of a server's newest replies that are judged, and the minimum for judging."""
+"""JUDGED_REPLIES: number of a server's newest replies that are examined for missing log-probabilities. LEAST_REPLIES:
+number of replies that must have arrived before the server can be dropped for them."""
 LAG_SHARE = 0.1
-"""A failed query is repeated if this event loop stalled meanwhile for more than this fraction of `patience_s`."""
+"""A failed query is repeated if this event loop stalled during it for more than this fraction of `patience_s`."""
 MOST_STATES = 256
-"""Maximum servers that `states` describes."""
+"""Maximum number of servers that `states` describes."""
 VISITS = 10
-"""Maximum retries after stalls of the event loop, so that a dead server is found even if it stalls all the time."""
+"""Maximum number of retries after stalls of the event loop. It lets a dead server be found even if the loop stalls
+again and again."""
 
 
 class ServerState(Enum):
@@ -75,28 +77,34 @@ class Member:
     server: ServerClient
     state: ServerState = ServerState.SERVING
     weights: str | None = None
-    """Name of the weights with which it may serve again. None if it must receive weights first."""
+    """Name of the weights with which the server may serve. None if it must receive weights first."""
     failures: int = 0
     bad_replies: int = 0
-    """Count of bad replies, from which each later good reply subtracts one. Never below 0."""
+    """Number of bad replies minus number of later good ones, but never below 0."""
     unknown_logprobs: deque[bool] = field(default_factory=lambda: deque(maxlen=JUDGED_REPLIES), repr=False)
     """For each of the server's newest replies: True if the reply lacked a log-probability."""
     distrusted: str | None = None
-    """Instance ID of the server process whose replies cannot be trusted. Empty if the server reports no ID."""
+    """Instance ID of the server process whose replies cannot be trusted; '' if the server reports no ID.
+
+    None if the replies can be trusted.
+    """
     is_restarted: bool = False
     """True if the server was restarted since it received its weights."""
     is_published: bool = False
     """True if the server has received weights by a publication or by catching up."""
     silent_since: float | None = None
-    """Monotonic time since which checks find that the server generates nothing."""
+    """Monotonic time since which all checks found that the server generates nothing. None if it generates."""
     dropped_in: int = -1
-    """Number of the publication in which the server failed, or -1."""
+    """Number of the last publication in which the server failed, or -1 if it failed in none."""
     trouble: str = ""
     watcher: asyncio.Task[None] | None = field(default=None, repr=False)
 
 
 class Membership:
-    """The servers of one client: `serving` ones receive requests, `publishing` ones take part in control calls."""
+    """The servers of one client.
+
+    Those in `serving` receive requests. Those in `publishing` take part in publications and other control calls.
+    """
 
     def __init__(
         self,
@@ -107,20 +115,26 @@ class Membership:
         on_drop: Callable[[str, str], None] | None = None,
         on_failure: Callable[[str], None] | None = None,
     ) -> None:
-        """catch_up: brings a server to the current weights and returns their name, or None if no source has them.
+        """Take over the servers as SERVING ones.
 
-        publication: rollout.publication; servers that cannot receive weights in this way stay LOST. on_drop: see
-        ClientOptions. on_failure: see Fleet.
+        catch_up: function that brings a server to the current weights and returns the name of these weights, or None
+        if no source has them.
+        publication: value of rollout.publication. A LOST server that needs weights, but cannot receive them in this
+        way, stays LOST.
+        on_drop: see ClientOptions. on_failure: see Fleet.
         """
         self._members = {server: Member(server) for server in servers}
         self.serving = list(servers)
         self.publishing = list(servers)
         self.number = 0
-        """Counts changes of `publishing`. A weight-update group created under another number is obsolete."""
+        """Number of changes of `publishing` so far. A weight-update group created at another number is obsolete."""
         self._catch_up, self._publication, self._on_drop = catch_up, publication, on_drop
         self._on_failure = on_failure or logger.error
         self.may_catch_up = True
-        """False from `select_servers` to the end of the publication, and while servers have lent their memory."""
+        """Whether servers may catch up.
+
+        False from `select_servers` to the end of the publication, and while servers have lent their memory.
+        """
         self._patience_s = math.inf
         self.follows = False
         """True if another client publishes. This client may learn of a publication later than the servers."""
@@ -134,7 +148,10 @@ class Membership:
         self._some_serve.set()
 
     def begin(self, patience_s: float) -> None:
-        """Start watching the servers, which have answered `probe`. One that is silent for `patience_s` is lost."""
+        """Start to watch the servers, all of which must have answered `probe`.
+
+        patience_s: seconds after which a server that does not answer or generate becomes LOST.
+        """
         for server, member in self._members.items():
             member.weights = server.info.weight_version if server.info else None
         self._patience_s = patience_s
@@ -142,7 +159,7 @@ class Membership:
         self._patrol = self.lasting(self._go_round(), "the patrol of rollout servers")
 
     def lasting(self, work: Coroutine[Any, Any, None], what: str) -> asyncio.Task[None]:
-        """Start a permanent task. If it raises, call `on_failure`."""
+        """Start a permanent task and return it. If it raises, `on_failure` is called. what: description of the task."""
 
         def look(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
@@ -170,7 +187,7 @@ class Membership:
             self._some_serve.clear()
 
     def forget(self, server: ServerClient) -> None:
-        """Remove a server permanently. Its requests move to others."""
+        """Remove a server permanently. Its requests are retried on other servers."""
         self.lose(server, "is gone")  # before it is removed: `lose` ignores non-members
         if (member := self._members.pop(server, None)) is not None:
             self._stop_watching(member)
@@ -181,7 +198,7 @@ class Membership:
 
     @property
     def needs_weights(self) -> bool:
-        """True if no server serves and one that answers lacks the weights. Callable from any thread."""
+        """True if no server serves, and at least one answers but lacks the weights. Callable from any thread."""
         answering = (ServerState.BEHIND, ServerState.CATCHING_UP)
         # A copy, here and below, because the loop's thread may add a server meanwhile.
         return not self.serving and any(member.state in answering for member in list(self._members.values()))
@@ -190,7 +207,7 @@ class Membership:
         return "; ".join(m.trouble for m in self._members.values() if m.state is not ServerState.SERVING)
 
     def states(self) -> list[dict[str, Any]]:
-        """Return each server's state, calls, weights and trouble, for the run's status."""
+        """Describe each server for the run's status: its state, number of calls in flight, weights and trouble."""
         return [
             {
                 "url": member.server.url,
@@ -211,7 +228,7 @@ class Membership:
             raise ServerError(f"no rollout server is left, and none has recovered: {self.troubles()}") from None
 
     def weights_of(self, server: ServerClient) -> str | None:
-        """Return the last known name of the server's weights."""
+        """Return the name of the server's weights as far as known, or None."""
         return member.weights if (member := self._members.get(server)) is not None else None
 
     def is_published(self, server: ServerClient) -> bool:
@@ -224,7 +241,7 @@ class Membership:
             member.bad_replies = max(0, member.bad_replies - 1)
 
     def record_unknown_logprob(self, server: ServerClient, trouble: str) -> None:
-        """Note a reply that lacked a log-probability. Drop the server if half of its newest replies do."""
+        """Note a reply that lacked a log-probability. Drop the server if half of its newest replies lacked one."""
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
             return
@@ -243,7 +260,7 @@ class Membership:
         self._drop_until_restart(member, reason)
 
     def distrust(self, server: ServerClient, trouble: str) -> None:
-        """Note a bad reply. The server becomes LOST, and is dropped if `bad_replies` reaches BAD_REPLIES."""
+        """Note a bad reply of a server. It becomes LOST, and is dropped if its `bad_replies` reaches BAD_REPLIES."""
         member = self._members.get(server)
         if member is None or member.state is not ServerState.SERVING:
             return
@@ -260,7 +277,7 @@ class Membership:
         member.dropped_in = -1  # it failed no publication
 
     def lose(self, server: ServerClient, trouble: str) -> None:
-        """Send the server no more requests until it generates as before."""
+        """Make a server LOST, so that it gets no more requests until it generates as before."""
         member = self._members.get(server)
         if member is None:  # removed permanently
             return
@@ -272,7 +289,7 @@ class Membership:
         self._watch(member)
 
     def drop(self, server: ServerClient, trouble: str) -> None:
-        """Exclude a server until it takes part in a later publication. Its requests move to others."""
+        """Exclude a server until it has received weights again. Its requests are retried on other servers."""
         member = self._members.get(server)
         if member is None:
             return
@@ -290,9 +307,10 @@ class Membership:
             self._on_drop(server.url, trouble)
 
     async def select_servers(self, timeout_s: float, *, check: Callable[[], None] = lambda: None) -> None:
-        """Select the servers of the next publication: all that answer. Raises ServerError if none does in `timeout_s`.
+        """Select the servers of the next publication: all servers that answer.
 
-        check: called while none answers; its exception ends the wait.
+        Raises ServerError if none answers within `timeout_s`. check: function that is called again and again while none
+        answers. An exception that it raises ends the wait.
         """
         await self.stop_catching_up()
         deadline = asyncio.get_running_loop().time() + timeout_s
@@ -308,7 +326,7 @@ class Membership:
             self.publishing = present
 
     async def stop_catching_up(self) -> None:
-        """Stop servers from catching up, also those that do so now. Waits for their ends."""
+        """Forbid catching up. Cancel the servers that are catching up now, and wait until they have stopped."""
         self.may_catch_up = False  # first: no other may begin during the wait below
         for member in [member for member in self._members.values() if member.state is ServerState.CATCHING_UP]:
             if member.watcher is not None:
@@ -323,7 +341,7 @@ class Membership:
         return [s for s in present if self._members[s].dropped_in < self._publications] or present
 
     def mark_published(self, servers: list[ServerClient], weights: str) -> None:
-        """End a publication: `servers` have `weights` and serve. The others wait for the next one."""
+        """End a publication: `servers` have the weights named `weights` and serve. The others do not serve any more."""
         for server, member in self._members.items():
             if server in servers:
                 self._stop_watching(member)
@@ -389,7 +407,10 @@ class Membership:
             member.silent_since = None
 
     async def _check_generation(self, member: Member, *, timeout_s: float) -> None:
-        """Raise if the server generates nothing. If it does so for `patience_s`, it becomes LOST."""
+        """Raise ServerError or RequestRefused if the server does not generate within `timeout_s`.
+
+        If all checks have failed for `patience_s`, the server also becomes LOST.
+        """
         try:
             await self.patiently(lambda: member.server.check_generation(timeout_s=timeout_s))
         except (ServerError, RequestRefused) as error:
@@ -402,7 +423,10 @@ class Membership:
         member.silent_since = None
 
     async def patiently(self, ask: Callable[[], Awaitable[T]]) -> T:
-        """Call `ask`, and retry if it failed while this event loop stalled, which looks like a server failure."""
+        """Return the result of `ask()`. Call it again if it fails while this event loop stalls.
+
+        Such a stall looks like a failure of the server.
+        """
         for _ in range(VISITS):
             lag = self._beat.lag_s
             try:
@@ -413,7 +437,7 @@ class Membership:
         return await ask()
 
     def suspect(self) -> None:
-        """Visit all servers now, because one of them has failed and it is unknown which."""
+        """Have all serving servers checked now, because one of them has failed and it is unknown which."""
         self._is_suspicious.set()
 
     def _watch(self, member: Member) -> None:
@@ -473,7 +497,10 @@ class Membership:
         self._move(member, ServerState.SERVING)
 
     async def _has_caught_up(self, member: Member) -> bool:
-        """Try to bring the server to the current weights. A server that fails is retried less and less often."""
+        """Try to bring the server to the current weights, and return True on success.
+
+        If it fails again and again, the wait after each failure becomes longer.
+        """
         self._move(member, ServerState.CATCHING_UP)
         try:
             weights = await self._catch_up(member.server)

@@ -35,20 +35,21 @@ from megatron_rl.telemetry.spans import Spans
 logger = logging.getLogger(__name__)
 
 KEEPALIVE_S = 2.0
-"""Seconds for which an idle connection is kept: less than uvicorn's 5 s, at which the server closes it."""
+"""Seconds for which an idle connection is kept. A server with uvicorn's default closes it after 5 s."""
 PROBE_TIMEOUT_S = 30.0
 FIRST_HEALTH_S = 5.0
-"""Timeout of the first health check, after which the server is resumed in case it was paused. A paused SGLang needs
-20 s to report that it is unhealthy."""
+"""Timeout in seconds of the first health check. If it fails, the server is resumed, in case it was paused. A paused
+SGLang would take 20 s to report that it is unhealthy."""
 REGISTRY_EVERY_S = 2.0
 ROUTER_TIMEOUT_S = 60.0
 ROUTER_RETRY_S = 1.0
 HEARSAY_S, HEARSAY_POLL_S = 30.0, 0.05
-"""Maximum wait, and poll interval, for news of another client's publication if a reply already has its version."""
+"""Maximum wait, and poll interval, in seconds, if a reply has a newer version than this client knows. Another client
+may have published it, and this client may hear of it soon."""
 REPLY_READERS = 2
 """Number of threads that parse long replies."""
 FILES_FOR_OTHERS = 256
-"""File descriptors reserved for other purposes than requests."""
+"""Number of file descriptors that are not used for requests."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,16 +57,22 @@ class ClientOptions:
     """Options of a rollout client in addition to its config."""
 
     seed: int | None = None
-    """The run's seed. Sampling seeds are derived from it and from a sample's name. None: the servers choose."""
+    """The run's seed. Each sampling seed is derived from it and from the sample's name.
+
+    None: the servers choose the sampling seeds.
+    """
     on_drop: Callable[[str, str], None] | None = None
-    """Called on the event loop as on_drop(url, reason) for a server that failed a publication or cannot be trusted."""
+    """Function on_drop(url, reason), called for each server that failed a publication or cannot be trusted.
+
+    It is called on the event loop.
+    """
     run_name: str = ""
-    """Name under which servers register in rollout.registry. Only the publishing client needs it."""
+    """Name of the run, under which its servers register in rollout.registry. Only the publishing client needs it."""
     vocab_size: int | None = None
     routes: RouteForm | None = None
     """Form in which servers report the experts of tokens, if the trainer replays them."""
     trained_as: GenerationConfig | None = None
-    """The run's sampling options, with which the trainer may compute what a reply was sampled from."""
+    """The run's sampling options, if the trainer computes the distribution from which tokens were sampled with them."""
     rank: int = 0
     """Number of this client among the `ranks` clients of the same servers."""
     ranks: int = 1
@@ -95,12 +102,16 @@ class Fleet:
         version: Callable[[], int],
         on_failure: Callable[[str], None] | None,
     ) -> None:
-        """version(): returns the current policy version. on_failure(message): called if a permanent task has ended."""
+        """Create the clients of the servers at `urls`, without contacting the servers.
+
+        version: function that returns the current policy version. on_failure: called with a message if a permanent task
+        has ended.
+        """
         headers = {"Authorization": f"Bearer {token_in(config.token_file)}"} if config.token_file else {}
         # No limit of connections here, because control calls would then wait behind replies.
         self._connections = Connections(headers, keepalive_s=KEEPALIVE_S)
         self.slots = asyncio.Semaphore(most_requests())
-        """Limits concurrent requests. Each has its own connection."""
+        """Limits the number of concurrent requests, each of which has its own connection."""
         self.config, self.options, self._spans, self._version = config, options, spans, version
         self.reply_readers = ThreadPoolExecutor(REPLY_READERS, thread_name_prefix="reply-reader")
         self.servers = [self._client(url) for url in urls]
@@ -113,7 +124,7 @@ class Fleet:
             on_failure=on_failure,
         )
         self.open = asyncio.Event()
-        """Set while requests may be sent. A request sent during a pause would get the old version."""
+        """Set while requests may be sent. A request sent during a pause would be recorded with the old version."""
         self.open.set()
         self.update_is_whole = True
         """False from the start of an update until every participating server has received all of it."""
@@ -137,7 +148,10 @@ class Fleet:
         )
 
     async def connect(self) -> None:
-        """Query all servers' properties. Raises ServerError or RequestRefused, naming one that fails."""
+        """Query the properties of all servers, and start to watch them.
+
+        If one of them fails, raises ServerError or RequestRefused, which names it.
+        """
 
         async def greet(server: ServerClient) -> None:
             info = await server.probe(timeout_s=PROBE_TIMEOUT_S)
@@ -175,9 +189,10 @@ class Fleet:
         self, server: ServerClient, rid: str, tokens: list[int], params: dict[str, Any], routed: int = 0,
         support: int = 0, adjusting: Adjusting = NOT_ADJUSTED, changed: int = 0,
     ) -> Asked:  # fmt: skip
-        """Return the facts against which the reply to a request sent to `server` now is checked.
+        """Return the facts against which a reply is checked if the request for it is sent to `server` now.
 
-        routed: number of leading rows whose routes are not requested. Other arguments: as in Asked.
+        tokens: the prompt and the reply so far. params: sampling parameters under SGLang's names.
+        routed: number of leading rows whose routes are not requested. Other arguments: see Asked.
         """
         is_routed = self.router is not None
         return server.asked(
@@ -195,7 +210,7 @@ class Fleet:
         )
 
     async def accept(self, server: ServerClient, part: ReplyPart, asked: Asked) -> None:
-        """Accept a reply. Raises ServerError if its weights cannot be those that were published."""
+        """Accept a checked reply. Raises ServerError if it cannot come from weights that were published."""
         newest = newest_of(part, asked)
         if self.members.follows and newest == self._version() + 1:  # valid if this client hears of it soon
             deadline = time.monotonic() + HEARSAY_S
@@ -212,7 +227,7 @@ class Fleet:
             self.members.record_success(server)
 
     def has_another(self, server: ServerClient) -> bool:
-        """Return True if a request that this server refused can be sent to another one."""
+        """Return True if a request that `server` has refused can be sent to another server."""
         return self.router is None and any(other is not server for other in self.members.serving)
 
     def record_failure(self, server: ServerClient, error: ServerError) -> None:
@@ -228,14 +243,17 @@ class Fleet:
             self.members.lose(server, str(error))
 
     def note_overdue(self, server: ServerClient, since: float) -> None:
-        """Note that a reply's deadline passed. The request went to `server` at the monotonic time `since`."""
+        """Note that a reply did not arrive before its deadline. If no other reply came either, the server is LOST.
+
+        since: monotonic time at which the request was sent to `server`.
+        """
         if self.router is not None:
             self.members.suspect()
         elif server.last_reply_s < since:  # otherwise the server works, and the reply is long
             self.members.lose(server, f"gave no reply at all for {time.monotonic() - since:.3g} s")
 
     async def _tell_router(self) -> None:
-        """Make the router, if there is one, send requests to the serving servers only."""
+        """If there is a router, tell it to send requests to the serving servers only."""
         if self.router is None:
             return
         self.members.changed.clear()  # cleared first, so that changes during the call are sent next
@@ -269,9 +287,9 @@ class Fleet:
                 self.enlist(urls)
 
     def enlist(self, urls: list[str]) -> None:
-        """Set the fleet's servers: new ones catch up, those no longer listed are removed.
+        """Make the servers at `urls` the fleet's servers: add new ones, and remove those that are not in the list.
 
-        None is removed during a publication, or if the list is empty.
+        During a publication, or if the list is empty, no server is removed.
         """
         known, urls = {server.url: server for server in self.servers}, [url.rstrip("/") for url in urls]
         for url in urls:
@@ -290,7 +308,8 @@ class Fleet:
     async def on_all(self, act: Callable[[ServerClient], Awaitable[Any]]) -> None:
         """Run `act` on all participating servers and drop those that fail. Raises NoServerLeft if none is left.
 
-        If no server succeeds and some refuse, the command is at fault: these are kept, and CommandRefused is raised.
+        If no server succeeds and some refuse the command, the command is at fault. Then the servers that refuse are
+        kept, and CommandRefused is raised.
         """
         servers = list(self.members.publishing)  # a copy, because drop() below modifies the list
         results = await asyncio.gather(*(act(server) for server in servers), return_exceptions=True)
@@ -306,7 +325,10 @@ class Fleet:
             raise min(failures.values(), key=lambda error: not isinstance(error, CommandRefused))
 
     async def pause(self) -> None:
-        """Pause generation as configured. Flush each cache that has outlived the allowed number of publications."""
+        """Pause generation on all participating servers as rollout.interruption says.
+
+        A server's KV cache is flushed if it was kept for rollout.max_cache_age publications.
+        """
         self.open.clear()  # first: requests sent from now on would hit the pause
         await self.members.stop_catching_up()
 
@@ -324,9 +346,9 @@ class Fleet:
         await self.on_all(pause)
 
     async def resume(self) -> None:
-        """Resume the servers unless they have lent memory to the trainer.
+        """Resume the servers, unless they have lent memory to the trainer.
 
-        They receive requests again unless the last update is incomplete.
+        They receive requests again, unless the last update is incomplete.
         """
         timeout_s = self.config.control_timeout_s
         if not self.update_is_whole:
@@ -349,10 +371,10 @@ class Fleet:
                 await self.members.stop_catching_up()
 
     async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
-        """Make all servers hold exactly these parts of their memory. Drop those that fail, and return their URLs.
+        """Make all servers hold exactly these parts of their memory. Drop servers that fail, and return their URLs.
 
-        With all parts the servers resume. With fewer parts they are paused and requests wait. starts: URL -> number
-        that changes with each restart of the server. Raises CommandRefused if all refuse.
+        If `parts` are all parts, the servers are resumed. Otherwise they are paused, and requests wait.
+        starts: {URL: number that changes with each restart of the server}. Raises CommandRefused if all servers refuse.
         """
         self._memory.wanted = parts
         if not self._memory.is_whole:  # requests must wait before a server is paused
@@ -378,18 +400,18 @@ class Fleet:
         return list(failures)
 
     def check_publishable(self) -> None:
-        """Raise RequestRefused if a server cannot receive new weights."""
+        """Raise RequestRefused if a participating server cannot receive weights by rollout.publication."""
         for server in self.members.publishing:
             if server.info is not None and (why := server.info.refusal(self.config.publication)):
                 raise RequestRefused(f"{server.url}: {why}")
 
     def begin_update(self, folder: str | None = None) -> None:
-        """Begin an update. folder: where the servers load the weights from, if they load from disk."""
+        """Note that an update of the weights begins. folder: from which the servers load them; None if from no disk."""
         self.check_publishable()
         self.update_is_whole, self._folder, self._held = False, folder, {}
 
     def note_held(self, server: ServerClient, held: HeldWeights) -> None:
-        """Note the weights that a server reports. The publisher drops the server if they are wrong."""
+        """Note the version and checksums that a server reports. The publisher drops the server if they are wrong."""
         self._held[server] = held
 
     def _confirmed(self, servers: list[ServerClient], version: str) -> Current:
@@ -417,7 +439,7 @@ class Fleet:
         return current.version
 
     def finish_update(self, version: int) -> None:
-        """Note that every participating server has all weights of `version`. They serve it once resumed."""
+        """Note that every participating server has all weights of `version`. They serve it once they are resumed."""
         self.update_is_whole, self._published = True, version
 
     async def follow(self, urls: list[str], version: int) -> None:
@@ -439,7 +461,7 @@ class Fleet:
         self.mark_published([server for server in servers if server.info is not None], version)
 
     def mark_published(self, servers: list[ServerClient], version: int) -> None:
-        """Note that `servers` have `version` and serve. Others must catch up or join a later publication."""
+        """Note that `servers` have `version` and serve. The others must catch up or join a later publication."""
         for server in servers:
             server.cache.publish(str(version), flushed=not server.keeps_cache)
         if self.router is not None:
@@ -448,6 +470,6 @@ class Fleet:
 
 
 def most_requests() -> int:
-    """Return how many concurrent requests this process has file descriptors for."""
+    """Return the number of concurrent requests for which this process has file descriptors."""
     limit = open_files.limit()
     return max(1, limit // 4, limit - FILES_FOR_OTHERS)

@@ -1,8 +1,8 @@
 """The only checker of servers' replies: nothing of a reply is used before the whole reply was found valid.
 
-A reply is checked against its request: counts, ids, log-probabilities, finish reason and weight versions, each by type
-and range and for mutual consistency. ValueError names the field, its value and the rule. The operator reply_tokens
-extracts and checks the tokens of long replies, and orjson parses all the rest.
+A reply is checked against its request. Its counts, ids, log-probabilities, finish reason and weight versions must have
+the right types and ranges, and must agree with each other. Otherwise ValueError names the field, its value and the
+rule. The operator reply_tokens extracts and checks the tokens of long replies, and orjson parses everything else.
 """
 
 from __future__ import annotations
@@ -31,54 +31,64 @@ from megatron_rl.types import Runs, SampledTokens
 SPANS_SINCE = (0, 5, 19)
 """First SGLang version that reports which weights sampled which tokens."""
 HIGHEST_LOGPROB = 1e-3
-"""Upper bound: a kernel may round log 1 to slightly above 0."""
+"""Upper bound of log-probabilities. It is above 0, because a kernel may round log 1 to a slightly larger number."""
 LOWEST_LOGPROB = -1e4
-"""Lower bound: no sampled token is less likely."""
+"""Lower bound of log-probabilities. No token that was sampled can be less likely."""
 MOST_IDS = 2**31
-"""Bound of token ids if the vocabulary size is unknown."""
+"""Exclusive upper bound of token ids if the vocabulary size is unknown."""
 KEPT_BACK = 64
-"""Tokens of its context or cache that a server may reserve."""
+"""Number of tokens of its context or cache that a server may keep free."""
 SHORT_BYTES = 4 * 1024
 """Replies below this size are read by Python, which takes less time than one call of an operator."""
 ESCAPED_COLON = b"\\u003"
-"""The beginning of ':' as an escape, and of some others."""
+"""Beginning of the JSON escape for a colon, and of the escapes for some other characters."""
 NOT_FINITE = re.compile(rb"[\[,:\s](-?Infinity|NaN)(?=[\],}\s])")
 VERSION = re.compile(r"[0-9]{1,15}")
 REPLY_BYTES, TOKEN_BYTES, ID_BYTES = 2**20, 2**10, 12
-"""Maximum bytes of a reply, additional bytes per token, and per id in a token's support."""
+"""Maximum size of a reply: REPLY_BYTES, plus TOKEN_BYTES per token, plus ID_BYTES per id in the tokens' supports."""
 TIMING = ("request_received_ts", "queue_time", "first_token_latency", "e2e_latency")
-"""Seconds in a reply's meta_info. SGLang always sends the last one, the others only with --enable-metrics."""
+"""Keys of times (in seconds) in a reply's meta_info. SGLang always sends the last one, and the others only if it was
+started with --enable-metrics."""
 
 
 @dataclass(kw_only=True, eq=False)  # not frozen, which would take twice as long for each request
 class Asked:
-    """The facts of a request against which its reply is checked. They never change."""
+    """The facts of a request against which its reply is checked. They must not be changed."""
 
     rid: str
     prompt_tokens: int
     max_new_tokens: int
     stop: tuple[str, ...] = ()
     version: int
-    """Policy version when the request was sent, the oldest that can have sampled a token."""
+    """Policy version when the request was sent. No token can be sampled by an older one."""
     weights: str | None = None
-    """The server's name for its weights at that time. None if it has no name, or if a router chose the server."""
+    """Name of the server's weights when the request was sent.
+
+    None if they had no name, or if a router chose the server.
+    """
     is_routed: bool = False
     vocab_size: int | None = None
     room: int | None = None
-    """Maximum tokens of prompt and reply that fit on the server, if known."""
+    """Maximum number of tokens of prompt and reply together that fit on the server. None if unknown."""
     gives_spans: bool = True
     gives_text: bool = True
     late: int = 0
-    """Number of leading tokens of a span that were sampled before the server changed the version's name."""
+    """Number of tokens at the start of each later span that the weights of the span before have sampled.
+
+    They were sampled before the server changed the name of its weights, but were recorded afterwards.
+    """
     routes: RouteForm | None = None
     routes_from: int = 0
     support: int = 0
-    """Maximum size of a token's support, if supports were requested."""
+    """Maximum number of ids in a token's support (megatron_rl/support.py); 0 if supports were not requested."""
     adjusting: Adjusting = NOT_ADJUSTED
     changed: int = 0
-    """Places for the tokens whose logits these change, if the reply is trained over the whole vocabulary."""
+    """Width of the rows that list the tokens whose logits `adjusting` changes (megatron_rl/support.py).
+
+    It is set if the reply is trained over the whole vocabulary, else 0.
+    """
     keeps_counts: bool = True
-    """False for SGLang: if it retracts a request, it forgets which tokens penalties have counted."""
+    """True if a server that retracts a request still knows which tokens penalties have counted. SGLang forgets them."""
 
     @property
     def ids_below(self) -> int:
@@ -95,32 +105,44 @@ class Asked:
 
 @dataclass(kw_only=True)
 class ReplyPart:
-    """The tokens of one HTTP call. A reply has several parts if it was interrupted."""
+    """The part of a reply that one HTTP call returned. An interrupted reply has several parts."""
 
     sampled: SampledTokens
     stop_reason: str
-    """stop, length or abort."""
+    """Why the part ended: `stop`, `length` or `abort`."""
     text: str
     cached_tokens: int
     spans: list[tuple[str, int]]
-    """(weight version, number of tokens) of each span. Empty if the server reports none."""
+    """For each span: (name of the weights, number of tokens that they have sampled).
+
+    Empty if the server reports no spans.
+    """
     routes: Tensor | None = None
-    """`[rows, layers, slots]` from the first requested row on. None if an abort has none."""
+    """Expert routes `[rows, layers, slots]`, from the first requested row on.
+
+    None if they were not requested, or if an aborted reply has none.
+    """
     support: Tensor | None = None
-    """`[tokens, W]`, as in megatron_rl/support.py, if supports were requested."""
+    """For each token, the ids of its support, or the ids whose logits are changed: `[tokens, W]` (support.py).
+
+    None if neither was requested.
+    """
     adjustment: Tensor | None = None
-    """`[tokens, W, P]`, as in megatron_rl/support.py, if supports were requested with penalties or biases."""
+    """Changes of the logits of the ids in `support`: `[tokens, W, P]` (support.py).
+
+    None if the request has no penalties or biases, or if `support` is None.
+    """
     guessed_passes: int = 0
-    """Number of passes over tokens that a draft head has guessed."""
+    """Number of the model's passes that checked tokens which a draft head had guessed."""
     right_guesses: int = 0
-    """Number of guessed tokens that are tokens of the reply."""
+    """Number of guessed tokens that became tokens of the reply."""
     timing: dict[str, float] = field(default_factory=dict)
 
 
 class NoLogprob(ValueError):
-    """A sampled token has NaN, an infinity or nothing as its log-probability.
+    """The log-probability of a sampled token is missing, NaN or infinite.
 
-    A nearly certain policy makes healthy servers report this, so one such reply is no reason to blame the server.
+    Healthy servers report this if the policy is nearly certain, so the server is not blamed for one such reply.
     """
 
 
@@ -161,7 +183,7 @@ def parsed(content: bytes | bytearray) -> Any:
 
 
 def colons_in(value: Any) -> int:
-    """Return how many colons a JSON value has in its text if none is escaped."""
+    """Return the number of colons in the JSON text of a value, if no colon in it is written as an escape."""
     kind = type(value)
     if kind is dict:
         return len(value) + "".join(value).count(":") + sum(map(colons_in, value.values()))
@@ -178,7 +200,7 @@ def colons_in(value: Any) -> int:
 
 
 def without_repeats(pairs: list[tuple[str, Any]]) -> None:
-    """Raise ValueError for an object with a duplicate key."""
+    """Raise ValueError if the (key, value) pairs of a JSON object have a duplicate key."""
     seen = set()
     for name, _ in pairs:
         if name in seen:
@@ -190,9 +212,9 @@ REPEATS = json.JSONDecoder(object_pairs_hook=without_repeats)
 
 
 def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: Tensor | None = None) -> ReplyPart:
-    """Check a /generate answer and convert it. Raises ValueError if it is invalid for this request.
+    """Check a parsed /generate answer and convert it. Raises ValueError if it is no valid answer to this request.
 
-    ids, logprobs: those of the answer's tokens, if they were already extracted and checked.
+    ids, logprobs: ids and log-probabilities of the answer's tokens, if they were already extracted and checked.
     """
     meta = member(as_object("the reply", answer), "meta_info", dict)
     kind, finish = finish_of(meta)  # first: an abort may lack the fields checked below
@@ -233,7 +255,10 @@ def check_reply(answer: Any, asked: Asked, ids: Tensor | None = None, logprobs: 
 
 
 def guesses_of(meta: dict[str, Any], count: int) -> dict[str, int]:
-    """Return what a reply of `count` tokens says of guessed tokens; {} if the server does not tell."""
+    """Return the numbers of guessed tokens in a reply of `count` tokens, as fields of ReplyPart.
+
+    Return {} if the server does not report them.
+    """
     found = [meta.get(name) for name in ("spec_verify_ct", "spec_num_correct_drafts")]
     # They are for a metric only, so wrong numbers refuse no reply.
     if not all(type(number) is int and 0 <= number <= count for number in found):
@@ -242,9 +267,10 @@ def guesses_of(meta: dict[str, Any], count: int) -> dict[str, int]:
 
 
 def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tensor | None:
-    """Return the routes of all rows but the last token's, which was never an input. None if routes were not requested.
+    """Return the expert routes of all requested rows but the last token's, which was never an input.
 
-    An aborted reply may omit its routes: they are requested again with the rest of the reply.
+    Return None if routes were not requested. An aborted reply may omit its routes, because they are requested again
+    with the rest of the reply. kind: the reply's finish reason. count: its number of tokens.
     """
     if asked.routes is None:
         return None
@@ -258,7 +284,7 @@ def routes_of(meta: dict[str, Any], count: int, kind: str, asked: Asked) -> Tens
 
 
 def support_of(meta: dict[str, Any], ids: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
-    """Return the tokens' supports, and their log-probabilities over these: `[n, W]` int32 and `[n]` float32."""
+    """Return the tokens' supports, `[n, W]` int32, and log-probabilities over the supports, `[n]` float32."""
     names = ("output_token_sampling_mask", "output_token_sampling_logprobs")
     masks, logprobs = (member(meta, name, list, optional=not len(ids)) or [] for name in names)
     try:
@@ -274,7 +300,7 @@ def support_of(meta: dict[str, Any], ids: Tensor, asked: Asked) -> tuple[Tensor,
 
 
 def check_counted(meta: dict[str, Any], count: int, asked: Asked) -> None:
-    """Raise CountsLost if a server that forgets counts has retracted a reply whose penalties need them."""
+    """Raise CountsLost if a reply with penalties was retracted by a server that then forgets what they have counted."""
     if asked.keeps_counts or not asked.adjusting.counts or not count:
         return
     if times := member(meta, "num_retractions", int, optional=True):
@@ -285,7 +311,10 @@ def check_counted(meta: dict[str, Any], count: int, asked: Asked) -> None:
 
 
 def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:
-    """Return the ids (int32) and log-probabilities (float32) from (log-probability, id, text) triples."""
+    """Return the ids and log-probabilities, `[n]` int32 and float32, of a reply's (log-probability, id, text) triples.
+
+    Raises ValueError if a triple is invalid.
+    """
     if len(entries) > asked.max_new_tokens:
         refuse("output_token_logprobs", f"{len(entries)} entries", f"at most {asked.max_new_tokens} were asked for")
     above = asked.ids_below
@@ -312,7 +341,10 @@ def tokens_of(entries: list[Any], asked: Asked) -> tuple[Tensor, Tensor]:
 
 
 def usual_tokens(entries: list[Any], above: int) -> tuple[Tensor, Tensor] | None:
-    """Return what `tokens_of` does if all entries are valid, else None. Checks whole columns, not entry by entry."""
+    """Return the same as `tokens_of`, but None if an entry is invalid. It is faster, because it checks whole columns.
+
+    above: exclusive upper bound of ids.
+    """
     if set(map(type, entries)) != {list} or set(map(len, entries)) != {3}:
         return None
     logprobs, ids, texts = zip(*entries, strict=True)
@@ -328,7 +360,10 @@ def usual_tokens(entries: list[Any], above: int) -> tuple[Tensor, Tensor] | None
 
 
 def check_counts(answer: dict[str, Any], meta: dict[str, Any], ids: Tensor, asked: Asked) -> None:
-    """Check the sizes that the reply reports for itself and the prompt. Replies of queued requests may omit them."""
+    """Check the ids and counts that a reply repeats for itself and its prompt.
+
+    Each may be missing, because replies to requests that were aborted in the queue lack some of them.
+    """
     output, count = member(answer, "output_ids", list, optional=True), len(ids)
     if output is not None and (output != ids.tolist() or not set(map(type, output)) <= {int}):
         refuse("output_ids", output, f"must be the ids of output_token_logprobs, {shown(ids.tolist())}")
@@ -377,7 +412,7 @@ def check_finish(kind: str, finish: dict[str, Any], ids: Tensor, asked: Asked) -
 
 
 def spans_of(meta: dict[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the version spans, which must be contiguous and cover all tokens."""
+    """Return a reply's version spans. Raises ValueError unless they are contiguous and cover all `count` tokens."""
     spans = member(meta, "weight_versions", list, optional=True) or []
     end = 0
     for number, span in enumerate(spans):
@@ -393,7 +428,7 @@ def spans_of(meta: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def versions_of_names(names: list[str], asked: Asked) -> list[int]:
-    """Return the version of each name. They must be in an order that publications can have."""
+    """Return the policy version of each weight name. Raises ValueError if they are in no order of publications."""
     versions = [version_of(name, asked) for name in names]
     if versions != sorted(versions) or any(a == b for a, b in itertools.pairwise(names)):
         refuse("weight_versions", names, "must not go back, and differ")
@@ -401,9 +436,10 @@ def versions_of_names(names: list[str], asked: Asked) -> list[int]:
 
 
 def version_of(name: str, asked: Asked) -> int:
-    """Return the policy version that a weight name stands for: a number, at least the request's version.
+    """Return the policy version that a weight name stands for.
 
-    Before the first publication, the name of the server's initial weights stands for the request's version.
+    Before the first publication, the name of the server's initial weights stands for the request's version. Raises
+    ValueError if the name cannot be that of weights which have answered the request.
     """
     if not asked.is_routed and name == asked.weights:
         return int(name) if VERSION.fullmatch(name) else asked.version
@@ -439,16 +475,19 @@ def pinned_version(meta: dict[str, Any], asked: Asked) -> int:
 
 
 def newest_of(part: ReplyPart, asked: Asked) -> int:
-    """Return the newest version in a reply, ignoring the weights that its server had when the request was sent."""
+    """Return the newest version in a reply.
+
+    Spans with the weights that the server had when the request was sent are ignored. If there are no other spans,
+    return the request's version.
+    """
     names = [name for name, _ in part.spans if asked.is_routed or name != asked.weights]
     return max((int(name) for name in names if VERSION.fullmatch(name)), default=asked.version)
 
 
 def lengths_of(spans: list[dict[str, Any]], count: int, *, late: int) -> list[int]:
-    """Return how many of a reply's `count` tokens the weights of each span have sampled.
+    """Return, for each span, how many of a reply's `count` tokens its weights have sampled.
 
-    The first `late` tokens of each later span were sampled before the server changed the name, so they belong to the
-    previous span.
+    The first `late` tokens of each span but the first were sampled by the weights of the previous span (see Asked).
     """
     ends = [min(count, span["end"] + late) for span in spans]
     return [end - begin for begin, end in itertools.pairwise([0, *ends])]
@@ -456,7 +495,10 @@ def lengths_of(spans: list[dict[str, Any]], count: int, *, late: int) -> list[in
 
 @functools.lru_cache(maxsize=256)
 def runs_of(pairs: tuple[tuple[int, int], ...]) -> Runs:
-    """Return (version, number of tokens) pairs as runs. Replies share them, because nothing changes their tensors."""
+    """Return (version, number of tokens) pairs as Runs.
+
+    Replies share the result, because nothing changes its tensors.
+    """
     return Runs.of_pairs(list(pairs))
 
 
@@ -464,7 +506,10 @@ def runs_of(pairs: tuple[tuple[int, int], ...]) -> Runs:
 
 
 def member(found: dict[str, Any], name: str, kind: type, *, optional: bool = False) -> Any:
-    """Return a field of exactly this type (a bool is no int). Raises ValueError otherwise."""
+    """Return the field `name` of a JSON object. Raises ValueError unless its type is exactly `kind` (a bool is no int).
+
+    optional: if True, return None for a field that is missing or null.
+    """
     value = found.get(name)
     if value is None and optional:
         return None
@@ -480,7 +525,7 @@ def as_object(name: str, found: Any) -> dict[str, Any]:
 
 
 def is_number(value: Any) -> bool:
-    """Return True for a number that is finite even in float32. False for bools and text."""
+    """Return True for an int or float that is finite in float32. A bool is no number."""
     return type(value) in (int, float) and abs(value) < 3e38  # false for NaN
 
 
@@ -490,5 +535,5 @@ def refuse(name: str, value: Any, rule: str) -> NoReturn:
 
 
 def shown(value: Any) -> str:
-    """Return a short description of a value of any size and depth."""
+    """Return a short text for a value, which may be large or deeply nested."""
     return reprlib.repr(value)

@@ -11,11 +11,11 @@ from megatron_rl.servers.client import ServerClient
 from megatron_rl.support import NOT_ADJUSTED, Adjusting
 
 SUPPORTS_SINCE = (0, 5, 19)
-"""First SGLang version that is known to return each token's sampling mask."""
+"""First SGLang version that is known to return each token's sampling mask: the ids from which it was sampled."""
 
 
 def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | None) -> dict[str, Any]:
-    """Translate options into SGLang's fields, for a reply that already has `generated` tokens."""
+    """Return the sampling options as SGLang's fields, for a request that continues a reply of `generated` tokens."""
     params: dict[str, Any] = {
         # Temperature 0 makes SGLang decode greedily; it then reports log-probabilities at temperature 1.
         "temperature": 0.0 if gconfig.greedy else gconfig.temperature,
@@ -44,7 +44,7 @@ def sampling_params(gconfig: GenerationConfig, *, generated: int, seed: int | No
 
 
 def adjusting_of(gconfig: GenerationConfig) -> Adjusting:
-    """Return the options that change logits: penalties and biases."""
+    """Return those of the sampling options that change logits: penalties and biases."""
     if not gconfig.adjustment_size:
         return NOT_ADJUSTED
     penalties = {name: getattr(gconfig, name) for name in UNADJUSTED if name != "logit_bias"}
@@ -52,10 +52,10 @@ def adjusting_of(gconfig: GenerationConfig) -> Adjusting:
 
 
 def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, support: int = 0) -> None:
-    """Raise RequestRefused for a request that the server could not serve.
+    """Raise RequestRefused if the server could not serve a request.
 
-    support: maximum size of a token's support; 0 if supports are not requested. Token ids are checked because an id
-    beyond the vocabulary would crash SGLang on a CPU.
+    tokens: ids of the prompt and the reply so far. support: maximum size of a token's support; 0 if supports are not
+    requested. Ids are checked because one beyond the vocabulary would crash SGLang on a CPU.
     """
     if not tokens:
         raise RequestRefused("input_ids = []: a prompt needs at least one token.")
@@ -84,9 +84,10 @@ def check_request(server: ServerClient, tokens: list[int], max_new_tokens: int, 
 
 
 def check_counting(server: ServerClient, gconfig: GenerationConfig, interruption: str) -> None:
-    """Raise RequestRefused if the request has penalties and the server does not count a reply's tokens exactly.
+    """Raise RequestRefused if the request has penalties that the server may not apply exactly.
 
-    interruption: rollout.interruption.
+    The server may count a reply's tokens too late, forget the counts, or mix penalties in an unknown order.
+    interruption: value of rollout.interruption.
     """
     info = server.info
     if info is None or info.is_embedded or not gconfig.counts_tokens:

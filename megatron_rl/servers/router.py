@@ -1,7 +1,7 @@
 """SGLang's router (sglang-router 0.3), which stands in front of the servers and picks one for each request.
 
-The router forwards no control calls, does not know versions, and keeps sending requests to a restarted server without
-weights. Therefore this client tells it the set of servers after every change, before the next request.
+The router forwards no control calls and does not know versions. It even sends requests to a restarted server that has
+no weights. Therefore this client tells it the set of servers after every change of this set.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ POLL_S = 0.05
 
 
 class Router:
-    """Controls one router by its client, which also sends requests to it as to a server."""
+    """One router, controlled through `client`. The same client also sends requests to it, as to a server."""
 
     def __init__(self, client: ServerClient) -> None:
         self.client = client
@@ -26,7 +26,7 @@ class Router:
     async def serve_with(self, urls: list[str], *, timeout_s: float) -> None:
         """Set the router's servers and wait until it lists exactly these. Raises ServerError after `timeout_s`.
 
-        If a server is removed, all requests in flight are sent again, because it is unknown which ones it has.
+        If a server is removed, all requests in flight are sent again, because it is unknown which of them it has.
         """
         async with self._changing:  # two concurrent changes would remove each other's servers
             deadline = asyncio.get_running_loop().time() + timeout_s
@@ -49,7 +49,7 @@ class Router:
                     self.client.abandon_calls()
 
     async def _workers(self, timeout_s: float) -> dict[str, str]:
-        """Return URL -> worker id."""
+        """Return {URL: the router's worker id} of the servers that the router lists."""
         try:
             answer = await self.client.call_json("GET", "/workers", timeout_s=timeout_s)
             workers = [as_object("a worker", worker) for worker in member(answer, "workers", list)]

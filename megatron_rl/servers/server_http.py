@@ -1,7 +1,8 @@
 """HTTP calls to one server in SGLang's protocol. Each ends in an answer or in a specific error.
 
-ServerError: a retry may succeed. RequestRefused: the server will always refuse. Both name URL, endpoint and the
-server's message. If this process has no free file descriptors, or the server is busy, the call waits.
+ServerError means that a retry may succeed. RequestRefused means that the server will always refuse. Both name the URL,
+the endpoint and the server's message. If this process has no free file descriptors, or if the server is busy, the call
+waits.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ T = TypeVar("T")
 
 JSON = "application/json"
 MAX_ANSWER_BYTES = 256 * 1024**2
-"""Maximum bytes of an answer. The longest answers, lists of checksums, are shorter."""
+"""Maximum bytes of an answer. Even the longest answers, which are lists of checksums, are shorter."""
 MAX_MESSAGE = 1000
-"""Maximum characters of a server's message that are shown."""
+"""Maximum number of characters of a server's message that an error shows."""
 BUSY = (408, 425, 429)
 """Statuses of a server or router that is temporarily overloaded."""
 FIRST_BUSY_S, LONGEST_BUSY_S = 0.1, 30.0
-"""Bounds of the wait before a busy server is asked again; Retry-After is clamped to these."""
+"""Bounds, in seconds, of the wait before a busy server is asked again. Retry-After is clamped to them."""
 NO_FILES = (errno.EMFILE, errno.ENFILE)
 FILES_WAIT_S = 0.2
 FILES_WARNING_EVERY_S = 60.0
@@ -63,7 +64,7 @@ class Busy(ServerError):
 
 
 class OutOfFiles(Busy):
-    """This process may open no more files. The request was not sent."""
+    """This process cannot open a connection, because it has no free file descriptors. The request was not sent."""
 
 
 class Dropped(ServerError):
@@ -79,7 +80,7 @@ class NotFound(RequestRefused):
 
 
 class ServerHttp:
-    """HTTP client for the server at `url`. All coroutines run on the loop that `connections` belong to."""
+    """HTTP client for the server at `url`. Its coroutines must run on the event loop to which `connections` belongs."""
 
     def __init__(self, url: str, connections: Connections, spans: Spans) -> None:
         self.url, self.spans = url.rstrip("/"), spans
@@ -88,7 +89,10 @@ class ServerHttp:
 
     @property
     def connected_s(self) -> float:
-        """Monotonic time of the last new connection. The server may have been restarted just before that."""
+        """Monotonic time at which the last new connection was made.
+
+        The server may have been restarted just before that.
+        """
         return self.origin.connected_s
 
     async def call(
@@ -99,9 +103,11 @@ class ServerHttp:
         *,
         timeout_s: float | None,
     ) -> bytes:
-        """Return the body of an answer with a status below 300. Raise ServerError or RequestRefused otherwise.
+        """Send a request and return the body of the answer. Raises ServerError or RequestRefused if there is none.
 
-        A busy server is asked again until `timeout_s` seconds have passed. Without a timeout, Busy is raised at once.
+        Only the body of an answer with a status below 300 is returned.
+        A busy server is asked again until `timeout_s` seconds have passed. If `timeout_s` is None, Busy is raised at
+        once.
         """
         deadline, busy = None if timeout_s is None else time.monotonic() + timeout_s, 0
         while True:
@@ -118,7 +124,7 @@ class ServerHttp:
     async def call_once(
         self, method: str, endpoint: str, body: dict[str, Any] | bytes | None, *, timeout_s: float | None
     ) -> list[bytes]:
-        """Make one call, and return the answer's body in pieces. Raises like `call`, and Busy at once."""
+        """Send a request once, and return the answer's body in pieces. Raises like `call`, but Busy at once."""
         if isinstance(body, dict):
             data, content_type = orjson.dumps(body), JSON
         else:
@@ -140,7 +146,10 @@ class ServerHttp:
                 exchange.close()
 
     async def answer(self, exchange: Exchange, endpoint: str) -> list[bytes]:
-        """Return the answer's body in pieces; empty if a stream received the body. Raises like `call_once`."""
+        """Wait for the answer, and return its body in pieces. Raises like `call_once`.
+
+        The result is empty if a stream receives the body.
+        """
         try:
             await exchange.wait()
         except AnswerTooLong as error:
@@ -186,9 +195,9 @@ class ServerHttp:
         return answer
 
     async def command(self, endpoint: str, body: dict[str, Any] | bytes, *, timeout_s: float) -> None:
-        """POST a control request.
+        """Send a control request by POST.
 
-        Raises CommandRefused if it is refused, also by `success: false` with a good status.
+        Raises CommandRefused if the server refuses it: by the status, or by `success: false` in the answer.
         """
         try:
             with self.spans("control", endpoint, place=self.url):
@@ -203,7 +212,7 @@ class ServerHttp:
             raise CommandRefused(f"{self.url}{endpoint}: refused: {message_of(content)}")
 
     def checked(self, endpoint: str, read: Callable[[], T]) -> T:
-        """Return the result of `read`. If it fails, raise ServerError with the reason."""
+        """Return the result of `read`, which parses an answer of `endpoint`. If it fails, raise ServerError instead."""
         try:
             return read()
         except (ValueError, KeyError, TypeError) as error:
@@ -211,7 +220,10 @@ class ServerHttp:
 
 
 def backoff(attempt: int) -> float:
-    """Return the seconds before the next attempt, randomized so that clients do not retry together."""
+    """Return the seconds to wait after failed attempt `attempt` (from 0).
+
+    They double up to LONGEST_BUSY_S, and are partly random, so that clients do not all retry at the same time.
+    """
     # The exponent is bounded, because a server may be busy for days and 2.0^1024 overflows.
     return min(LONGEST_BUSY_S, FIRST_BUSY_S * 2.0 ** min(attempt, 16)) * random.uniform(0.5, 1.0)
 
@@ -229,7 +241,7 @@ def seconds_of(retry_after: str) -> float:
 
 
 def message_of(content: bytes) -> str:
-    """Return the message of an error answer, in any of SGLang's formats."""
+    """Return the error message in the body of an answer, which has one of SGLang's formats."""
     try:
         answer = orjson.loads(content)
     except orjson.JSONDecodeError:

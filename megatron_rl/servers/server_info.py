@@ -1,4 +1,4 @@
-"""Properties of a server, read from its /server_info, its /model_info and its model's config.json."""
+"""Properties of a server, read from the endpoints /server_info and /model_info and from its model's config.json."""
 
 from __future__ import annotations
 
@@ -20,20 +20,23 @@ CHECKSUMS_SINCE = (0, 5, 17)
 GPU_CHECKSUMS_UNTIL = (0, 5, 23)
 """Newest SGLang version whose hash kernel was verified to match the trainer's checksums."""
 WITH_HEAD = ("EAGLE", "NEXTN")
-"""SGLang's algorithms of speculative decoding that use a head of the form that the trainer trains."""
+"""SGLang's names of speculative decoding with a draft head of the form that the trainer trains."""
 QUANTIZING = ("quantization", "modelopt_quant", "torchao_config")
 """SGLang options in /server_info that make the server quantize its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerInfo:
-    """Properties that a server reports. None for those it does not report."""
+    """Properties that a server reports. A property that it does not report is None."""
 
     version: tuple[int, ...]
     ranks: int
-    """Ranks that the server adds to a weight-update group: its tensor-parallel size, which DP attention subdivides."""
+    """Number of ranks that the server adds to a weight-update group: its tensor-parallel size.
+
+    Data-parallel attention divides these ranks and adds none.
+    """
     replicas: int
-    """Copies of the weights: the data-parallel size, or 1 with DP attention."""
+    """Number of copies of the weights: the data-parallel size, or 1 with data-parallel attention."""
     stages: int
     """Pipeline-parallel size."""
     nodes: int
@@ -47,7 +50,7 @@ class ServerInfo:
     start: str | None
     """Instance ID, which changes with each restart of the server."""
     room: int | None
-    """Maximum tokens of a prompt and its reply, limited by context and cache."""
+    """Maximum number of tokens of a prompt and its reply together. Context and cache limit it."""
     gives_text: bool
     quantization: str | None
     gives_routes: bool
@@ -58,14 +61,17 @@ class ServerInfo:
     has_draft: bool
     """True for an SGLang server that guesses tokens with a draft head of its own."""
     weight_loaders: tuple[str, ...]
-    """Functions with which the server may load weights, according to its start options."""
+    """Functions that the server may use to load weights, because it was started with --custom-weight-loader."""
 
     @property
     def has_sessions(self) -> bool:
         return self.version >= SESSIONS_SINCE
 
     def refusal(self, publication: str) -> str:
-        """Return why weights cannot be published to this server in this way, with the remedy. '' if they can."""
+        """Return why this server cannot receive weights, and the remedy; '' if it can.
+
+        publication: value of rollout.publication, the way in which weights are sent.
+        """
         if self.quantization is not None:
             return (
                 f"quantization = {self.quantization!r}: what is published would be copied into quantized weights under "
@@ -90,7 +96,10 @@ def parse_version(text: str, url: str) -> tuple[int, ...]:
 
 
 def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> ServerInfo:
-    """Parse a server's description of itself. Raises ValueError for invalid fields."""
+    """Parse a server's description of itself. Raises ValueError if a field is invalid.
+
+    server, model: the answers of /server_info and /model_info.
+    """
     config = model_config(model.get("model_path"))
 
     def size(name: str, *places: dict[str, Any]) -> int | None:
@@ -128,25 +137,34 @@ def server_info(url: str, server: dict[str, Any], model: dict[str, Any]) -> Serv
 
 
 def has_dp_attention(server: dict[str, Any]) -> bool:
-    """Return whether a server divides attention's requests over its tensor ranks, by SGLang's older or newer field."""
+    """Return True if a server has data-parallel attention: its tensor-parallel ranks share requests for attention.
+
+    server: the answer of /server_info. Older and newer versions of SGLang report it in different fields.
+    """
     return bool(server.get("enable_dp_attention")) or (server.get("attn_dp_size") or 1) != 1
 
 
 def quantization_of(server: dict[str, Any], config: dict[str, Any]) -> str | None:
-    """Return the quantization of a server, from its arguments or its model's config.json; None if there is none."""
+    """Return the name of the quantization that a server applies to weights, or None.
+
+    It is found in the server's start options (in `server`) or in its model's config.json (`config`).
+    """
     given = next((str(server[key]) for key in QUANTIZING if server.get(key) not in (None, "", "unquant")), None)
     method = config.get("quantization_config")
     return given or (None if method is None else str(dict(method).get("quant_method", "by its config.json")))
 
 
 def start_of(server: dict[str, Any]) -> str | None:
-    """Return a server's instance ID: its start time, or SGLang's start-up measurements."""
+    """Return a server's instance ID, or None: its start time, or for SGLang the measurements of its start-up."""
     start = server.get("startup_time")
     return None if start is None else str(orjson.dumps(start))
 
 
 def checksum_form(server_info: dict[str, Any], config: dict[str, Any]) -> ChecksumForm | None:
-    """Return how a server computes checksums, or None if that is unknown. config: the model's config.json, or {}."""
+    """Return how a server computes checksums of its weights, or None if that is unknown.
+
+    config: content of the model's config.json, or {}.
+    """
     dtype = server_info.get("dtype")
     dtype = dtype if dtype in ("float32", "bfloat16", "float16") else None
     if server_info.get("embedded"):
@@ -167,10 +185,10 @@ def checksum_form(server_info: dict[str, Any], config: dict[str, Any]) -> Checks
 
 
 def experts_as_sent(server_info: dict[str, Any], config: dict[str, Any]) -> int | None:
-    """Return the number of experts per MoE layer of an SGLang server, if it stores them as they are sent.
+    """Return the number of experts per layer if an SGLang server stores experts as they are sent, else None.
 
-    They are sent with each expert's gate above its up projection. Return None if the server may store them differently:
-    with a fused shared expert, with redundant copies, or in a kernel's own order.
+    They are sent with each expert's gate above its up projection. The server may store them with a fused shared expert,
+    with redundant copies, or in a kernel's own order; then the result is None.
     """
     counts = (config.get(key) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
     count = next((count for count in counts if count), None)
@@ -183,6 +201,9 @@ def experts_as_sent(server_info: dict[str, Any], config: dict[str, Any]) -> int 
 
 
 def model_config(model_path: Any) -> dict[str, Any]:
-    """Return the config.json of a model folder. {} if it is not on this host, because the server may be elsewhere."""
+    """Return the content of a model folder's config.json, or {} if the folder is not on this host.
+
+    It is not on this host if the server runs elsewhere.
+    """
     config = Path(str(model_path)) / "config.json"
     return json.loads(config.read_text()) if config.is_file() else {}

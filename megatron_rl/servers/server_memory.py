@@ -9,22 +9,25 @@ ALL_MEMORY = frozenset({"weights", "kv_cache", "cuda_graph"})
 
 
 class ServerMemory:
-    """The memory parts of one client's servers.
+    """The memory parts that each of one client's servers holds.
 
-    They are tracked because SGLang crashes if asked to allocate a part that it holds, or to release one that it lacks.
+    They are tracked because SGLang crashes if it is asked to allocate a part that it holds, or to release a part that
+    it lacks.
     """
 
     def __init__(self) -> None:
         self.wanted = ALL_MEMORY
         self._held: dict[str, tuple[int, frozenset[str]]] = {}
-        """URL -> (number of the server's current instance, parts that it holds)."""
+        """{URL: (number of the server's current instance, parts that it holds)}."""
 
     @property
     def is_whole(self) -> bool:
         return self.wanted == ALL_MEMORY
 
     async def bring(self, server: ServerClient, start: int, *, timeout_s: float) -> None:
-        """Make a server hold the wanted parts. If it must release some, it is paused and its requests are aborted.
+        """Make a server hold exactly the parts in `wanted`.
+
+        If the server must release parts, it is paused and its requests are aborted first.
 
         start: number that changes with each restart of the server.
         """

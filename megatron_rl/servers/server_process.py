@@ -24,17 +24,17 @@ if TYPE_CHECKING:  # it needs torch, and the commands that start servers do not
     from megatron_rl.routes import RouteForm
 
 SGLANG_CPU = Path(__file__).parents[1] / "tools" / "sglang_cpu"
-"""Folder with stand-ins for what SGLang needs of CUDA."""
+"""Folder with stand-ins for those parts of CUDA that SGLang needs."""
 SGLANG_CPU_PACKAGES = Path(sys.prefix) / "share" / "sglang-cpu"
 """Folder in which scripts/install_sglang_cpu.sh installs SGLang, separate from the trainer's packages."""
 WATCHDOG = Path(life.__file__).parent / "watchdog.py"
 LOG_TAIL_LINES = 30
 NO_WEIGHTS = "none"
-"""Version of weights that were never loaded. It is not a valid policy version."""
+"""Name of weights that were never loaded. It is not a valid policy version."""
 KEEP_FREED_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLOC_ARENA_MAX": "1"}
 """glibc settings that make a CPU server reuse freed memory instead of faulting in new pages every turn."""
 EXPANDABLE = re.compile(r"(expandable_segments\s*:\s*)true", re.IGNORECASE)
-"""A setting of torch's allocator that SGLang's --enable-memory-saver refuses."""
+"""Matches a setting of torch's allocator that SGLang's --enable-memory-saver refuses."""
 SGLANG_CPU_ARGS = [
     *("--device", "cpu", "--attention-backend", "torch_native", "--mem-fraction-static", "0.05"),
     # Without it an idle scheduler keeps a core busy.
@@ -55,9 +55,9 @@ class Server:
     watchdog: subprocess.Popen[bytes] | None
     is_ready: bool = False
     fault: str = ""
-    """First reason for which the server was killed. Empty if it was not killed."""
+    """Reason why the server was killed; the first one if there were several. '' if it was not killed."""
     looked_at: float = field(default_factory=time.monotonic)
-    """Monotonic time at which the supervisor's thread last began to check the server."""
+    """Monotonic time at which the supervisor's thread for this server last checked it."""
 
     @property
     def name(self) -> str:
@@ -82,7 +82,7 @@ class Server:
 
 @dataclass(kw_only=True)
 class ServerLauncher:
-    """Starts servers of one model. Logs go to `folder`."""
+    """Starts servers of one model. Their logs are written to `folder`."""
 
     config: RolloutConfig
     model_path: Path
@@ -90,17 +90,20 @@ class ServerLauncher:
     dtype: str = "float32"
     context_length: int | None = None
     dummy_weights: bool = False
-    """True if servers skip loading the checkpoint, because the trainer publishes weights before the first request."""
+    """True if servers skip loading weights from the model's folder.
+
+    The trainer then publishes weights before the first request.
+    """
     lora: LoraConfig | None = None
-    """Adapters that the trainer publishes before the first request."""
+    """Settings of the adapters that the trainer publishes before the first request. None without adapters."""
     threads_per_server: int = 1
     host: str = "127.0.0.1"
     devices: list[list[str]] | None = None
     routes: RouteForm | None = None
-    """Form in which the servers report the experts of tokens."""
+    """Form in which the servers report the experts of tokens. None if they need not report them."""
     draft: DraftConfig = field(default_factory=DraftConfig)
     draft_folder: Path | None = None
-    """Folder with the head's config.json, which SGLang reads at its start."""
+    """Folder with the draft head's config.json, which SGLang reads when it starts."""
 
     def __post_init__(self) -> None:
         backend = self.config.backend
@@ -114,11 +117,11 @@ class ServerLauncher:
 
     @property
     def token_file(self) -> Path:
-        """File with the servers' token. By default it is in `folder`."""
+        """Path of the file with the servers' token: rollout.token_file, or by default a file in `folder`."""
         return Path(self.config.token_file or self.folder / "token")
 
     def launch(self, number: int, url: str | None = None) -> Server:
-        """Start a server. url: its previous URL, to restart it there."""
+        """Start server `number`. url: the server's earlier URL if it is restarted, which it then gets again."""
         log, ready_file = self.folder / f"server-{number}.log", None
         restarts, port = url is not None, int(url.rpartition(":")[2]) if url else 0
         if self.backend == "embedded":
@@ -226,7 +229,10 @@ class ServerLauncher:
 
 
 def write_plugins(folder: Path, functions: list[str]) -> Path:
-    """Make functions of sglang_plugins.py SGLang plugins if `folder` is on PYTHONPATH. Return `folder`."""
+    """Write files that register functions of sglang_plugins.py as SGLang plugins, and return `folder`.
+
+    SGLang finds the plugins if `folder` is on its PYTHONPATH.
+    """
     about = folder / "megatron_rl_plugins-1.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: megatron_rl_plugins\nVersion: 1\n")
@@ -236,7 +242,7 @@ def write_plugins(folder: Path, functions: list[str]) -> Path:
 
 
 def has_cuda() -> bool:
-    """Return whether torch has CUDA or ROCm. Without a driver, skip the import of torch, which takes a second."""
+    """Return True if torch has CUDA or ROCm. Without a GPU driver, torch is not imported, which would take a second."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:

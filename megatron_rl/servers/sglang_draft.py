@@ -18,7 +18,10 @@ from megatron_rl.servers.server_http import CommandRefused
 
 
 def is_of_draft(names: Sequence[str]) -> bool:
-    """Return True if a bucket has tensors of the draft head. Raises ValueError if it has others too."""
+    """Return True if the tensors of a bucket are a draft head's. Raises ValueError if only some of them are.
+
+    names: the names of the bucket's tensors.
+    """
     kinds = {name.startswith(DRAFT_PREFIX) for name in names}
     if len(kinds) > 1:
         raise ValueError(f"a bucket from {names[0]} to {names[-1]} has tensors of both the policy and its draft head")
@@ -26,10 +29,10 @@ def is_of_draft(names: Sequence[str]) -> bool:
 
 
 def for_models_of(server: ServerClient, body: dict[str, Any]) -> dict[str, Any]:
-    """Return the body of a weight update, which tells SGLang which of its models the bucket is for.
+    """Return the body of a weight update, completed by the model of SGLang's into which the bucket is loaded.
 
-    body: one bucket, with `names`. Raises CommandRefused if the bucket is a draft head's and the server is too old to
-    keep it from the policy.
+    body: body that describes one bucket and has its tensors' `names`. Raises CommandRefused if the bucket is a draft
+    head's and the server is too old to load it into the head alone.
     """
     info = server.info
     if info is None or info.is_embedded:
@@ -42,7 +45,10 @@ def for_models_of(server: ServerClient, body: dict[str, Any]) -> dict[str, Any]:
 
 
 async def load_folder_into(server: ServerClient, path: str | Path, version: str, *, timeout_s: float) -> None:
-    """Load the model in a folder, and its draft head if both the folder and the server have one."""
+    """Have a server load the model in a folder, and the draft head there if both the folder and the server have one.
+
+    version: name of the weights in the folder.
+    """
     body = {"model_path": str(path), "weight_version": version, "flush_cache": False}
     await server.command("/update_weights_from_disk", body, timeout_s=timeout_s)
     info, head = server.info, head_in(path)
@@ -68,7 +74,10 @@ def head_in(folder: str | Path) -> Path | None:
 
 
 def head_update(head: Path, ranks: int) -> dict[str, Any]:
-    """Return the body with which each of a server's ranks loads a head's folder, on a disk that they all have."""
+    """Return the body of the request that makes each of a server's ranks load a draft head from the folder `head`.
+
+    The folder must be on a disk that all ranks can read. ranks: number of the server's ranks.
+    """
     import torch  # only here, because most commands that talk to servers do without it
 
     told = base64.b64encode(pickle.dumps([(str(head), torch.empty(0))])).decode()

@@ -1,7 +1,7 @@
 """Starts SGLang with the token in a file: `python -m megatron_rl.servers.sglang_launch --token-file FILE ...`.
 
-SGLang accepts the token only as an argument, and logs its arguments. Since `ps` shows arguments to every user of the
-host, the token is added inside the process. Log messages show `***` instead of it.
+SGLang accepts the token only as an argument, and it logs its arguments. Since `ps` shows a process's arguments to every
+user of the host, this module adds the token inside the process. Log messages show `***` instead of the token.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SGLANG = "sglang.launch_server"
 
 
 def hide_in_logs(token: str) -> None:
-    """Replace the token in everything that this process logs from now on."""
+    """Replace the token by `***` in everything that this process logs from now on."""
     make_record = logging.getLogRecordFactory()
 
     def make_hidden(*args: object, **kwargs: object) -> logging.LogRecord:

@@ -1,4 +1,4 @@
-"""Hooks into SGLang: routing weights of experts in `routed_experts`, and checks of the adapters that it reads.
+"""Hooks into SGLang: they add experts' routing weights to replies, and check the adapters that SGLang reads.
 
 SGLang calls the `register_...` functions in each of its processes, before it builds a model. The run's servers find
 them by entry points of the group `sglang.srt.plugins` (server_process.py).
@@ -19,9 +19,10 @@ ADAPTER = "sglang.srt.lora.lora.LoRAAdapter"
 
 
 def register_routes() -> None:
-    """Add the routing weights of experts to replies (R3 with experts_and_weights).
+    """Add experts' routing weights to the field `routed_experts` of replies, for routing replay.
 
-    SGLang captures experts as int32 and needs only the lowest bits. The weights travel in the others (routes.py).
+    SGLang reports each expert as an int32, of which the expert's number needs only the lowest bits. The routing weight
+    is put into the other bits (routes.py).
     """
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

@@ -1,7 +1,7 @@
 """Starts rollout servers on this host, waits until they answer, restarts those that die or hang, and stops them.
 
-Servers are embedded or real SGLang. A restarted server keeps its URL. No server outlives the process that started it,
-however that process ends.
+Servers are embedded ones or real SGLang. A restarted server keeps its URL. No server outlives the process that started
+it, however that process ends.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
 STOP_GRACE_S = 20.0
-"""Seconds between SIGTERM and SIGKILL. SGLang drains for up to ten seconds before it exits."""
+"""Seconds from SIGTERM to SIGKILL. SGLang finishes requests for up to ten seconds before it exits."""
 GIVE_UP_LINES = 3
 HEALTH_EVERY_S = 5.0
 FIRST_RESTART_S = 1.0
 LONGEST_RESTART_S = 60.0
 STEADY_S = 600.0
-"""After serving for this long, a server's earlier restarts no longer count."""
+"""If a server ran for more than this many seconds before it ended, its earlier restarts no longer count."""
 
 
 class Supervisor:
@@ -57,9 +57,10 @@ class Supervisor:
         on_death: Callable[[str], None] | None = None,
         **options: Any,
     ) -> None:
-        """devices: the GPUs of each server. options: ServerLauncher's, such as dtype.
+        """Prepare the servers without starting them.
 
-        on_death(line) is called from a thread of the supervisor when the last server is given up.
+        devices: for each server, its GPUs. options: further fields of ServerLauncher, such as dtype.
+        on_death: called with one line of text when the last server is given up, in a thread of the supervisor.
         """
         self.config, self.on_death = config, on_death
         self._launcher = ServerLauncher(
@@ -78,7 +79,7 @@ class Supervisor:
         self._publishing = threading.Event()
         self._lent = threading.Event()
         self._holds_back = threading.Event()
-        """Set while no server may be restarted."""
+        """Set while no server may be restarted, because the trainer has the devices."""
 
     def __enter__(self) -> Supervisor:
         self.start()
@@ -99,12 +100,12 @@ class Supervisor:
 
     @property
     def starts(self) -> dict[str, int]:
-        """URL -> process id, which changes with each restart of the server. Callable from any thread."""
+        """{URL: process id} of the servers. The id changes with each restart. Callable from any thread."""
         with self._changing:
             return {server.url: server.process.pid for server in self._servers if server.url is not None}
 
     def lend_devices(self) -> None:
-        """Lend the servers' devices to the trainer. First wait for starting servers, which need memory to start.
+        """Lend the servers' devices to the trainer, after waiting for servers that are starting and need memory for it.
 
         A server that dies from now on is restarted only by `start_missing`.
         """
@@ -114,7 +115,7 @@ class Supervisor:
         self._wait_for_starting()  # outside the lock, which their threads need
 
     def take_devices_back(self) -> None:
-        """Note that the servers have their devices back and are expected to generate."""
+        """Note that the servers have their devices back, so that they are expected to generate again."""
         self._lent.clear()
 
     @property
@@ -124,9 +125,10 @@ class Supervisor:
             return any(server.process.poll() is not None for server in self._kept())
 
     def start_missing(self, dead: Collection[str] = ()) -> None:
-        """Restart servers that died while their devices were lent, and wait for them.
+        """Restart the servers that died while their devices were lent, and wait until they answer.
 
-        dead: URLs of servers that may still be dying. The trainer must not be using the devices.
+        The trainer must not use the devices now. dead: URLs of servers that were killed but whose processes may still
+        exist.
         """
         before = self.starts  # read first: a dying server is recognized by its old pid
         self._holds_back.clear()
@@ -146,7 +148,10 @@ class Supervisor:
         self._wait_until(lambda: all(s.is_ready or s.process.poll() is not None for s in self._servers))
 
     def _wait_until(self, is_so: Callable[[], bool]) -> bool:
-        """Return True once `is_so()`, called with `_changing` held, or False after the time in which servers start."""
+        """Wait until `is_so()` is True, and return True. Return False if it is not so within rollout.start_timeout_s.
+
+        `is_so` is called with `_changing` held.
+        """
         deadline = time.monotonic() + self.config.start_timeout_s
         while not self._stopping.is_set():
             with self._changing:
@@ -159,7 +164,7 @@ class Supervisor:
     def start(self) -> list[str]:
         """Start the servers and return their URLs once all answer.
 
-        Raises RuntimeError with the log of one that fails, ValueError if the token's file is invalid.
+        Raises RuntimeError with the end of the log if a server fails, and ValueError if the token's file is invalid.
         """
         self._launcher.folder.mkdir(parents=True, exist_ok=True)
         token_in(self.token_file)  # creates the token if there is none
@@ -180,7 +185,7 @@ class Supervisor:
         return self.urls
 
     def stop(self) -> None:
-        """Stop all servers: SIGTERM, then SIGKILL for those that remain. May be called twice."""
+        """Stop all servers by SIGTERM, and after STOP_GRACE_S by SIGKILL. May be called twice."""
         self._stopping.set()
         with self._changing:  # waits for a start in progress; none begins after this
             servers, self._servers = self._servers, []
@@ -206,7 +211,10 @@ class Supervisor:
                     server.kill(reason)
 
     def silent(self) -> Silence:
-        """Return how long each server, or the thread that watches it, has been silent. Callable from any thread."""
+        """Return for how long the thread that watches each server has made no progress. Callable from any thread.
+
+        A server that does not answer also stops this thread.
+        """
         now = time.monotonic()
         with self._changing:
             servers = [server for server in self._servers if server.process.poll() is None]
@@ -215,7 +223,10 @@ class Supervisor:
 
     @contextmanager
     def publication(self) -> Iterator[None]:
-        """Inside the block, expect no generation, because servers are paused. A server that dies is still restarted."""
+        """Do not take servers that generate nothing in this `with` block for hanging ones, because they are paused.
+
+        A server that dies is still restarted.
+        """
         self._publishing.set()
         try:
             yield
@@ -245,7 +256,7 @@ class Supervisor:
     # -- one thread per server
 
     def _keep(self, number: int) -> None:
-        """Restart server `number` whenever it ends, until its restarts are used up."""
+        """Restart server `number` whenever it ends, until its restarts (rollout.server_restarts) are used up."""
         url, restarts = self._servers[number].url, 0
         while (server := self._server(number)) is not None:
             started = time.monotonic()
@@ -268,7 +279,10 @@ class Supervisor:
                 delay_s = POLL_S  # the devices are lent: restart as soon as they are back
 
     def _restart(self, number: int, url: str | None) -> bool:
-        """Restart a server. Return False while the trainer has its device."""
+        """Restart server `number`. url: its earlier URL, which it gets again.
+
+        Return False, without a restart, while no server may be restarted because the trainer has the devices.
+        """
         with self._changing:
             if self._holds_back.is_set():
                 return False
@@ -281,7 +295,7 @@ class Supervisor:
             return None if self._stopping.is_set() else self._servers[number]
 
     def _watch(self, server: Server) -> None:
-        """Return when the server has ended. Kill it if it does not start or hangs."""
+        """Watch a server until it has ended. Kill it if it does not start in time, or if it hangs."""
         if not server.is_ready:
             try:
                 self._wait_until_healthy(server, time.monotonic() + self.config.start_timeout_s)
@@ -334,8 +348,8 @@ def start_servers(
             engine = RemoteSGLangEngine(rollout)
             engine.initialize()
 
-    folder: for logs and, without config.token_file, the token. options: Supervisor's, such as dtype. Raises like
-    `Supervisor.start`.
+    folder: folder for the logs, and for the token if config.token_file is not set. options: further arguments of
+    Supervisor, such as dtype. Raises the same errors as `Supervisor.start`.
     """
     config = config or RolloutConfig()
     with Supervisor(config, model_path, folder, **options) as supervisor:

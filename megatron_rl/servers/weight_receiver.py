@@ -1,4 +1,4 @@
-"""The rollout servers as the weight publisher sees them: a WeightReceiver over HTTP, part of RolloutService."""
+"""The rollout servers as the weight publisher sees them: a WeightReceiver over HTTP. RolloutService is one."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ SIGN_OF_LIFE_S = 5.0
 
 
 class ServerWeights(abc.ABC):
-    """Implements WeightReceiver for the participating servers of `_fleet`.
+    """Base class that implements WeightReceiver (api.py) for the participating servers of `_fleet`.
 
-    Its coroutines are WeightReceiver's waiting calls and run on the fleet's event loop. The rest is callable from any
-    thread.
+    Those calls of WeightReceiver that wait are coroutines here, which run on the fleet's event loop. The other methods
+    may be called from any thread.
     """
 
     config: RolloutConfig
@@ -52,14 +52,14 @@ class ServerWeights(abc.ABC):
             members.drop(client, reason)
 
     async def pause(self) -> None:
-        """Stop generation as rollout.interruption says. Requests in flight continue after `resume`."""
+        """Stop generation in the way that rollout.interruption says. Requests in flight continue after `resume`."""
         await self._fleet.pause()
 
     async def resume(self) -> None:
         await self._fleet.resume()
 
     def trainer_address(self) -> str:
-        """Return this host's address as the servers reach it: that of the interface towards the first server."""
+        """Return the address at which the servers reach this host: that of the interface towards the first server."""
         return address_towards(str(urlsplit(self._fleet.members.publishing[0].url).hostname))
 
     async def unreachable(self) -> dict[str, str]:
@@ -227,7 +227,10 @@ class ServerWeights(abc.ABC):
         return self._ask(held)
 
     async def update_from_disk(self, path: str | Path, version: int) -> None:
-        """Load a HF folder, which the servers must be able to read, into all servers. Pauses them meanwhile."""
+        """Have all servers load a HF folder, which they must be able to read. They are paused while they load.
+
+        version: policy version of the weights in the folder.
+        """
         fleet = self._fleet
         was_open = fleet.open.is_set()
         if was_open:  # otherwise the caller has paused them and resumes them
@@ -258,7 +261,7 @@ class ServerWeights(abc.ABC):
 
     @abc.abstractmethod
     def _start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        """Start a coroutine on the event loop, from any thread."""
+        """Start a coroutine on the fleet's event loop. Callable from any thread."""
 
 
 def is_on_this_host(url: str) -> bool:

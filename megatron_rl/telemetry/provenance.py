@@ -13,12 +13,15 @@ MARK = "# megatron_rl "
 
 
 def provenance() -> str:
-    """Return a comment: `# megatron_rl 0.1.0, commit 1a2b3c4, 2026-01-02 03:04 UTC`."""
+    """Return a comment with version, commit and time: `# megatron_rl 0.1.0, commit 1a2b3c4, 2026-01-02 03:04 UTC`."""
     return f"{MARK}{__version__}{commit()}, {time.strftime('%Y-%m-%d %H:%M %Z')}"
 
 
 def commit() -> str:
-    """Return the checkout's commit and whether it has local changes; empty for an installed package."""
+    """Return words for the checkout's commit and whether the checkout has local changes.
+
+    Return '' if this package is installed without a checkout.
+    """
     if not (ROOT / ".git").exists():
         return ""
     try:
@@ -29,12 +32,15 @@ def commit() -> str:
 
 
 def told_by_git(*command: str) -> str:
-    """Return what git prints. It takes no lock: if it were killed with one, every later git command would fail."""
+    """Return what a git command prints. The command takes no lock.
+
+    If git were killed while it holds a lock, every later git command would fail.
+    """
     whole = ["git", "-C", str(ROOT), "--no-optional-locks", *command]
     return subprocess.run(whole, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
 
 def read_provenance(config: str) -> str:
-    """Return the provenance in a config.yaml, without the leading `# `; empty if it has none."""
+    """Return the provenance in the text of a config.yaml, without the leading `# `; '' if the text has none."""
     first = config.partition("\n")[0]
     return first.removeprefix("# ") if first.startswith(MARK) else ""

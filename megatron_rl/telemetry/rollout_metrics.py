@@ -10,16 +10,16 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 is_counted = ContextVar("is_counted", default=True)
-"""False inside evaluation episodes, which do not count towards a step's rollout metrics."""
+"""Whether work in the current task counts towards a step's rollout metrics. False inside evaluation episodes."""
 
 
 COUNTED = (
     *("masked_tokens", "constrained_tokens", "stale_cache_tokens", "masked_cut_offs", "rewards_late", "interruptions"),
     *("request_retries", "server_failures", "bad_replies", "unknown_logprobs"),
 )
-"""Sums that are reported as `rollout/<name>`."""
+"""Names of the sums that are reported as `rollout/<name>`."""
 OUTCOMES = ("accepted", "rejected", "failed", "retried", "stale", "uniform")
-"""Sums that are reported as `rollout/episodes_<name>`."""
+"""Names of the sums that are reported as `rollout/episodes_<name>`."""
 MEANS = {
     "rollout/reply_tokens": ("tokens", "replies"),
     "rollout/truncated_fraction": ("truncated", "replies"),
@@ -31,9 +31,9 @@ MEANS = {
     "rollout/support_size": ("support_tokens", "supports"),
     "rollout/staleness": ("staleness", "aged_tokens"),
 }
-"""Metric -> the sums that are its numerator and denominator."""
+"""{metric: (name of the sum that is its numerator, name of the sum that is its denominator)}."""
 Fractions = dict[str, tuple[float, float]]
-"""Name -> (numerator, denominator)."""
+"""{metric: (numerator, denominator)}."""
 
 
 @dataclass(kw_only=True)
@@ -42,14 +42,14 @@ class Counts:
 
     seconds: float = 0.0
     sums: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Sums by name. Names that begin with `rollout/` are reported as metrics unchanged."""
+    """{name: sum}. If the name begins with `rollout/`, the sum is reported as a metric of this name."""
     most: dict[str, float] = field(default_factory=dict)
     observed: Fractions = field(default_factory=dict)
-    """Name -> (total, number of observations), reported as the mean."""
+    """{metric: (total, number of observations)}. The metric is reported as the mean."""
 
 
 def means_of(parts: Iterable[Fractions]) -> dict[str, float]:
-    """Divide the sum of all numerators by the sum of all denominators. Omits means with denominator 0."""
+    """Return {metric: sum of its numerators / sum of its denominators}. Metrics with denominator 0 are left out."""
     sums: Fractions = {}
     for part in parts:
         for name, (total, count) in part.items():
@@ -59,7 +59,7 @@ def means_of(parts: Iterable[Fractions]) -> dict[str, float]:
 
 
 def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
-    """Compute the rollout metrics of all clients together."""
+    """Return {metric: value} of the rollout, for all clients together."""
     sums: dict[str, float] = defaultdict(float, {"rollout/infrastructure_failures": 0.0})
     most: dict[str, float] = {}
     for counts in clients:
@@ -82,9 +82,10 @@ def metrics_of(clients: Sequence[Counts]) -> dict[str, float]:
 
 
 class RolloutMetrics:
-    """Thread-safe sums by name. `generating_s` is the time with at least one request in flight.
+    """Collector of one client's counts. It is thread-safe.
 
-    Calls do nothing while `is_counted` is False.
+    The sum `generating_s` is the time with at least one request in flight. Calls do nothing while `is_counted` is
+    False, except for `take`.
 
         metrics = RolloutMetrics()
         metrics.enter()
@@ -107,7 +108,7 @@ class RolloutMetrics:
                 self._counts.sums[name] += amount
 
     def at_least(self, **values: float) -> None:
-        """Record values by name. The maximum of each name is reported."""
+        """Record values by name. For each name, the largest recorded value is reported."""
         if not is_counted.get():
             return
         with self._lock:
@@ -115,7 +116,7 @@ class RolloutMetrics:
                 self._counts.most[name] = max(value, self._counts.most.get(name, value))
 
     def observe(self, values: dict[str, float]) -> None:
-        """Record one value per metric. Each metric is reported as its mean over the calls."""
+        """Record one value of each metric in `values`. A metric is reported as the mean of its recorded values."""
         if not is_counted.get():
             return
         with self._lock:

@@ -4,8 +4,8 @@
     samples.jsonl   one object per prompt and reply (`split`: train, or the evaluation's name); `turns` of dialogues
     config.yaml     the config, with all defaults and overrides, below a line with version, commit and time
 
-Each line is written in one call, so a killed process leaves at most one torn line, which `read_run` drops. A failed
-write raises RuntimeError and ends the run.
+Each line is written in one call, so a killed process leaves at most one incomplete line, which `read_run` drops. A
+failed write raises RuntimeError and ends the run.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ COLUMNS = (
     ("servers idle", "rollout/servers_idle_share", ".0%"),
     ("step time", "time/step", ".1f"),
 )
-"""Columns of a step's console line: heading, metric and format. Metrics that the step lacks are omitted."""
+"""Columns of a step's line on the console: (heading, metric, format).
+
+A column is left out if the step lacks the metric.
+"""
 TEXT: dict[str, str] = {"encoding": "utf-8", "errors": "backslashreplace"}
 """How text is encoded in files. Lone surrogates, which JSON may contain, become JSON escapes."""
 EMPTY = {"prompt": "", "answer": "", "reply": "", "reward": None}
@@ -60,7 +63,7 @@ BARS = "▁▂▃▄▅▆▇█"
 
 @dataclass(kw_only=True)
 class Turn:
-    """Part of a dialogue as text. by: `policy`, or `others` (the prompt, an environment, ...)."""
+    """A part of a dialogue as text. by: its author, `policy` or `others` (the prompt, an environment, ...)."""
 
     by: str
     text: str
@@ -68,18 +71,18 @@ class Turn:
 
 @dataclass(kw_only=True)
 class Sample:
-    """One prompt and one reply as text. For a dialogue: its beginning and its last reply."""
+    """One prompt and one reply as text. For a dialogue, they are its beginning and its last reply."""
 
     prompt: str
     reply: str
     reward: float
     answer: str = ""
     turns: list[Turn] = field(default_factory=list)
-    """All parts of a dialogue with several replies."""
+    """All parts of a dialogue; empty unless it has several replies."""
 
     @property
     def said(self) -> str:
-        """Text that the policy wrote, in all its turns."""
+        """The text that the policy wrote in all turns."""
         return "".join(turn.text for turn in self.turns if turn.by == "policy") or self.reply
 
 
@@ -94,14 +97,16 @@ class _Console(Console):
 
 
 class RunLog:
-    """Writes a run's folder and shows its progress. Use as a context manager, or call `close`.
+    """Writes a run's folder and shows its progress. Use it as a context manager, or call `close` at the end.
 
         with RunLog("runs/mine", total_steps=100) as log:
             log.log_step(0, {"reward/mean": 0.5}, samples=[])
             log.log_evaluation(1, "held_out", {"accuracy": 0.25})
 
-    first_step: if above 0, continue the folder's log without the entries of later steps, which will run again. If 0,
-    rename an earlier run's files to `previous-*`.
+    is_main: True on rank 0; if False, every call does nothing.
+    first_step: number of the step with which the run begins. If it is above 0, the log in the folder is continued, and
+    entries of this step and later ones are dropped, because these steps run again. If it is 0, an earlier run's files
+    are renamed to `previous-*`.
     """
 
     def __init__(
@@ -117,9 +122,9 @@ class RunLog:
         self._rewards: list[float] = []
         self._progress: Progress | None = None
         self.sinks: Sinks | None = None
-        """External loggers that get the metrics in addition to the files."""
+        """External loggers, which get the metrics, too. None if there are none."""
         self.newest: dict[str, Any] = {}
-        """The last step's line of metrics.jsonl."""
+        """The line of metrics.jsonl for the last step, as a dict."""
         self._cell: Cell | None = None
         if not is_main:
             return
@@ -160,7 +165,7 @@ class RunLog:
         self.close()
 
     def log_config(self, yaml: str) -> None:
-        """Write config.yaml, below a line with the code version."""
+        """Write `yaml` to config.yaml, below a line with the code's version."""
         if self.is_main:
             with disk_errors(self.folder / CONFIG):
                 (self.folder / CONFIG).write_text(f"{provenance()}\n{yaml}", encoding="utf-8")
@@ -171,7 +176,7 @@ class RunLog:
             self._show(escape(text))
 
     def log_step(self, step: int, metrics: dict[str, Any], samples: list[Sample] | None = None) -> None:
-        """Record step `step` (from 0) and show it on the console."""
+        """Write the metrics and samples of step `step` (from 0), and show the step on the console."""
         if not self.is_main:
             return
         self.newest = self._write({"kind": "step", "step": step}, metrics, samples or [], split="train")
@@ -187,7 +192,10 @@ class RunLog:
     def log_evaluation(
         self, step: int, name: str, metrics: dict[str, Any], samples: list[Sample] | None = None
     ) -> None:
-        """Record an evaluation of the policy after `step` steps. name: of the evaluation data, e.g. `held_out`."""
+        """Write and show an evaluation of the policy after `step` steps.
+
+        name: name of the evaluation data, such as `held_out`.
+        """
         if not self.is_main:
             return
         self._write({"kind": "evaluation", "step": step, "name": name}, metrics, samples or [], split=name)
@@ -246,7 +254,10 @@ class RunLog:
         return "  ".join(cells)
 
     def _seconds_per_step(self, step: int) -> float:
-        """Return the mean time of the steps after the first, whose time includes the run's start."""
+        """Return the mean seconds per step. The first step does not count, because it includes the run's start.
+
+        When only one step was logged, return its time.
+        """
         now = time.monotonic()
         if self._first_logged is None:
             self._first_logged = (step, now)
@@ -263,7 +274,7 @@ class RunLog:
 
 
 class Cell:
-    """Output of a notebook cell: each step's line replaces the previous one; other lines stay above it."""
+    """Output of a notebook cell. Each step's line replaces that of the previous step, and other lines stay above it."""
 
     def __init__(self) -> None:
         self._line, self._width = "", 0
@@ -278,7 +289,7 @@ class Cell:
             print(f"\r{self._line.ljust(self._width)}", end="", flush=True)
 
     def end(self) -> None:
-        """Keep the last step's line; later output appears below it."""
+        """Keep the last step's line, so that later output appears below it."""
         if self._line:
             print()
         self._line = ""
@@ -290,7 +301,7 @@ def is_notebook() -> bool:
 
 
 def append(file: io.FileIO, rows: list[dict[str, Any]]) -> None:
-    """Write one JSON line per row, in a single write."""
+    """Append one line of JSON per row to a file, all in a single write."""
     data = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode(**TEXT)
     with disk_errors(file.name):
         written = file.write(data) if data else 0
@@ -300,7 +311,7 @@ def append(file: io.FileIO, rows: list[dict[str, Any]]) -> None:
 
 @contextmanager
 def disk_errors(path: object) -> Iterator[None]:
-    """Turn an OSError into a RuntimeError that names the file and the way out."""
+    """Turn an OSError in the `with` block into a RuntimeError that names the file `path` and the remedy."""
     try:
         yield
     except OSError as error:
@@ -308,7 +319,11 @@ def disk_errors(path: object) -> Iterator[None]:
 
 
 def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:
-    """Rename an earlier run's file, or truncate it to entries before `first_step`. Return the entries that are kept."""
+    """Prepare a .jsonl file of the log for a run that begins with step `first_step`. Return the entries that it keeps.
+
+    If `first_step` is 0, an earlier run's file is renamed. Otherwise entries of this step and later ones are removed,
+    except for an evaluation before this step.
+    """
     if not path.exists():
         return []
     if first_step == 0:
@@ -323,16 +338,19 @@ def make_room(path: Path, first_step: int) -> list[dict[str, Any]]:
 
 
 def happened_at(line: dict[str, Any], step: int) -> bool:
-    """Return True for an evaluation after exactly `step` steps, which a run resumed at that step need not repeat."""
+    """Return True if a line belongs to an evaluation after exactly `step` steps.
+
+    A run that is resumed at that step need not repeat the evaluation.
+    """
     is_evaluation = line.get("kind") == "evaluation" or line.get("split", "train") != "train"
     return bool(is_evaluation and line["step"] == step)
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the valid entries of a .jsonl file of the log. An incomplete last line is dropped.
+    """Return the valid entries of a .jsonl file of the log.
 
-    Other invalid lines are skipped with a warning. A machine crash may leave zeros where a write did not reach the
-    disk; zeros in front of a whole line are ignored.
+    An incomplete last line is dropped. Other invalid lines are left out with a warning. When a machine crashes, zero
+    bytes may take the place of what did not reach the disk. They are ignored if they are in front of a whole line.
     """
     rows, damaged = [], []
     # Only "\n" ends a line, and line by line a large file takes no memory of its own.
@@ -355,7 +373,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def is_line(row: Any, *, of_samples: bool) -> bool:
-    """Return True if `row` is a valid step or evaluation; with `of_samples`, a valid sample instead."""
+    """Return True if `row` is a valid entry of metrics.jsonl, or if `of_samples`, of samples.jsonl."""
     if not isinstance(row, dict) or type(row.get("step")) is not int or not 0 <= row["step"] < MOST_STEPS:
         return False
     if not of_samples:
@@ -373,7 +391,7 @@ def is_line(row: Any, *, of_samples: bool) -> bool:
 
 
 def is_metric(value: Any) -> bool:
-    """Return True for a value that `as_json` can return."""
+    """Return True if `as_json` may return this value for a metric."""
     if isinstance(value, dict):
         return all(count is None or is_number(count) for count in value.values())
     return value is None or isinstance(value, bool | str) or is_number(value)
@@ -386,7 +404,11 @@ def is_number(value: Any) -> bool:
 
 @dataclass
 class RunRecord:
-    """A run's folder as data: `steps` and `evaluations` in order, `samples` by (split, step)."""
+    """The content of a run's folder.
+
+    `steps` and `evaluations` are entries of metrics.jsonl in the order of steps. `samples` is
+    {(split, step): entries of samples.jsonl}.
+    """
 
     steps: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
@@ -395,9 +417,10 @@ class RunRecord:
 
 
 def read_run(folder: str | Path, *, with_samples: bool = True) -> RunRecord:
-    """Read the folder of a running or finished run. If a step was logged twice, the later line counts.
+    """Read the folder of a running or finished run. If a step was logged twice, the later entry is used.
 
-    with_samples: False leaves `samples` empty. Those of a long run may not fit into memory; SampleIndex reads some.
+    with_samples: if False, `samples` stays empty. A long run's samples may not fit into memory; SampleIndex reads only
+    some of them.
     """
     folder = Path(folder)
     if not (folder / METRICS).is_file():
@@ -444,7 +467,7 @@ def clock(seconds: float) -> str:
 
 
 def sparkline(values: list[float]) -> str:
-    """Return one block character per value, scaled to the values' range; × for NaN and infinity."""
+    """Return one block character per value, whose height is scaled to the values' range. NaN and infinity become ×."""
     finite = [v for v in values if math.isfinite(v)]
     if not finite:
         return ""

@@ -1,7 +1,7 @@
 """External loggers for a run's metrics: TensorBoard, Weights & Biases, trackio, and a Prometheus endpoint.
 
-The complete record is metrics.jsonl; these loggers only show it. A logger that cannot be opened stops the run
-before it starts. One that fails later is dropped with a warning: training matters more than a dashboard.
+The complete record is metrics.jsonl; these loggers only show it. If a logger cannot be opened, the run does not start.
+A logger that fails later is dropped with a warning, because training matters more than a dashboard.
 """
 
 from __future__ import annotations
@@ -28,12 +28,18 @@ class Sink:
 
     name: str
     log: Callable[[int, dict[str, float]], object]
-    """Logs finite numbers by name, as log(step, numbers). `step` counts finished steps and may repeat."""
+    """Function log(step, numbers) that logs finite numbers by name.
+
+    `step` is the number of finished steps. Several calls may have the same one.
+    """
     close: Callable[[], object]
 
 
 def tensorboard(folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> Sink:
-    """Write folder/tensorboard. In a resumed run, TensorBoard discards what was logged after `first_step`."""
+    """Open a TensorBoard log in the subfolder `tensorboard` of `folder`.
+
+    In a resumed run, TensorBoard discards what an earlier process logged after `first_step` steps.
+    """
     files = _package("tensorboard.summary.writer.event_file_writer", "tensorboard")
     events = _package("tensorboard.compat.proto.event_pb2", "tensorboard")
     summaries = _package("tensorboard.compat.proto.summary_pb2", "tensorboard")
@@ -77,18 +83,24 @@ def weights_and_biases(folder: Path, first_step: int, project: str, settings: di
 
 
 def trackio(folder: Path, first_step: int, project: str, settings: dict[str, Any]) -> Sink:
-    """Open a trackio run, stored on this machine unless TRACKIO_SPACE_ID or similar variables say otherwise."""
+    """Open a trackio run. It is stored on this machine, unless environment variables of trackio say otherwise.
+
+    TRACKIO_SPACE_ID is such a variable.
+    """
     resume = "allow" if first_step else "never"
     run = _package("trackio", "trackio").init(project=project, name=folder.name, resume=resume, config=settings)
     return Sink("trackio", lambda step, numbers: run.log(numbers, step=step), run.finish)
 
 
 LOGGERS = {"tensorboard": tensorboard, "wandb": weights_and_biases, "trackio": trackio}
-"""The loggers that telemetry.loggers can name."""
+"""{name in telemetry.loggers: function that opens the logger}."""
 
 
 def prometheus(address: str, run: str) -> Sink:
-    """Serve the latest value of each metric at http://ADDRESS/metrics, as `megatron_rl_<name>{run="..."}`."""
+    """Serve the latest value of each metric at http://ADDRESS/metrics.
+
+    Metrics are called `megatron_rl_<name>{run="..."}` there.
+    """
     package = _package("prometheus_client", "prometheus")
     registry, gauges = package.CollectorRegistry(), {}
     host, _, port = address.rpartition(":")
@@ -115,7 +127,9 @@ def prometheus(address: str, run: str) -> Sink:
 
 
 class Sinks:
-    """The loggers named in a run's config. Raises ValueError, naming the config key, if one cannot be opened.
+    """The external loggers that a run's config names.
+
+    The constructor raises ValueError, which names the config key, if one of them cannot be opened.
 
     sinks = Sinks(TelemetryConfig(loggers=["tensorboard"]), Path("runs/demo"), first_step=0, settings={})
     sinks.log(1, {"reward/mean": 0.5})
@@ -134,7 +148,7 @@ class Sinks:
             raise
 
     def log(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Pass on the finite numbers among `metrics`."""
+        """Log the finite numbers among `metrics` with every logger. step: number of finished steps."""
         numbers = {
             key: float(value)
             for key, value in metrics.items()

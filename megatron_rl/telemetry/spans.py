@@ -1,7 +1,8 @@
 """Spans: pieces of work with their start and end times. Spans in progress are always tracked.
 
-A hang report lists the oldest spans in progress. Only the last few ended spans are kept, unless `record` was called;
-then trace.py can write a trace of all. Times are seconds of CLOCK_MONOTONIC, which all processes of a host share.
+A hang report lists the oldest spans in progress. Of ended spans only the last few are kept, unless `record` was called.
+Then all are kept, and trace.py can write a trace of them. Times are seconds of CLOCK_MONOTONIC, which all processes of
+a host share.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 SPANS_RECORDED = 100_000
-"""Maximum spans per recording, about 60 MB. Further spans are counted and discarded."""
+"""Maximum number of spans in a recording, which take about 60 MB. Further spans are counted and discarded."""
 SPANS_REMEMBERED = 30
-"""Number of ended spans that are kept without a recording."""
+"""Number of ended spans that are kept if there is no recording."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Span:
-    """A piece of work with start and end. A child lies within its parent's time."""
+    """A piece of work with its start and end. A child span lies within the time of its parent."""
 
     row: str
-    """Kind of the span: episodes, replies, rewards, phases, ..."""
+    """Kind of the work: `episodes`, `replies`, `rewards`, `phases`, ... A trace shows each kind as a row."""
     name: str
     begin_s: float
     end_s: float | None = None
     parent: Span | None = None
     place: str = ""
-    """URL of the server where the work happens; empty for work of this process."""
+    """URL of the server that does the work; '' for work of this process."""
     args: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -48,7 +49,7 @@ _inside: ContextVar[tuple[Spans, Span] | None] = ContextVar("inside", default=No
 
 
 class Spans:
-    """The spans of one process, from any thread.
+    """The spans of one process. All methods may be called from any thread.
 
     spans = Spans()
     with spans("episodes", "prompt 7"):
@@ -57,7 +58,7 @@ class Spans:
     """
 
     def __init__(self, on_end: Callable[[Span], None] = lambda span: None) -> None:
-        """on_end is called with each span that ends, in that span's thread and context."""
+        """Start without spans. on_end: called with each span when it ends, in the thread and context of the span."""
         self._on_end, self._lock = on_end, threading.Lock()
         self._open: dict[int, Span] = {}
         self._last: deque[Span] = deque(maxlen=SPANS_REMEMBERED)
@@ -65,7 +66,10 @@ class Spans:
         self.left_out = 0
 
     def __call__(self, row: str, name: str, *, place: str = "", **args: Any) -> Recorder:
-        """Record the `with` block as a span. Spans begun in the block, its tasks and threads become its children."""
+        """Record the `with` block as a span. Spans that begin in the block, its tasks and its threads become children.
+
+        row, name, place, args: fields of Span.
+        """
         return Recorder(self, Span(row=row, name=name, begin_s=0.0, place=place, args=args))
 
     def begin(self, span: Span) -> None:
@@ -138,7 +142,10 @@ class Recorder(AbstractContextManager[Span]):
 
 
 def copied(spans: list[Span]) -> list[Span]:
-    """Return copies of spans, with parents among the copies. Ancestors that are not in `spans` are skipped."""
+    """Return copies of spans, whose parents are copies, too.
+
+    If a span's parent is not in `spans`, the copy's parent is that of the nearest ancestor in `spans`.
+    """
     copies = {span: replace(span, args=dict(span.args)) for span in spans}
     for copy in copies.values():
         copy.parent = next((copies[span] for span in copy.ancestors if span in copies), None)
@@ -146,6 +153,9 @@ def copied(spans: list[Span]) -> list[Span]:
 
 
 def span_here(row: str, name: str, **args: Any) -> AbstractContextManager[Span | None]:
-    """Open a span within the current one, in the same Spans object. Does nothing outside of a span."""
+    """Record the `with` block as a child of the current span. Does nothing if there is no current span.
+
+    The span is recorded in the Spans object of the current one.
+    """
     within = _inside.get()
     return nullcontext() if within is None else within[0](row, name, **args)

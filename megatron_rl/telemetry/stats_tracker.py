@@ -1,4 +1,4 @@
-"""User statistics, collected anywhere and exported once per step.
+"""Statistics of the user's own, which can be collected anywhere and are exported once per step.
 
     from megatron_rl import log_metric
 
@@ -32,7 +32,7 @@ from megatron_rl.telemetry.rollout_metrics import Fractions, is_counted, means_o
 from megatron_rl.telemetry.timers import PhaseTimers
 
 Tensor = Any
-"""torch.Tensor; this package does not import torch."""
+"""Stands for torch.Tensor, because this package does not import torch."""
 USER = "user/"
 """Prefix of user metrics in metrics.jsonl."""
 
@@ -45,12 +45,12 @@ class StatsTracker:
         self._scopes: ContextVar[tuple[str, ...]] = ContextVar("scopes", default=())  # per task
         self._masks: dict[str, Tensor] = {}
         self._sums: dict[str, tuple[float | Tensor, float | Tensor]] = {}
-        """Name -> (numerator, denominator)."""
+        """{metric: (numerator, denominator)}."""
         self._lock = threading.Lock()
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Prefix names inside the `with` block with `name/`. Nested scopes accumulate."""
+        """Prefix metrics that are added inside the `with` block with `name/`. Nested scopes add one prefix each."""
         token = self._scopes.set((*self._scopes.get(), name))
         try:
             yield
@@ -83,7 +83,10 @@ class StatsTracker:
             self.log_metric(name, value)
 
     def denominator(self, **masks: Tensor) -> None:
-        """Select the entries that later `stat` calls count. Their number is exported under the mask's name."""
+        """Set masks, which select the entries that later calls of `stat` count.
+
+        The number of selected entries is exported under the mask's name.
+        """
         for name, mask in masks.items():
             name = self._within(name)
             mask = mask.bool()
@@ -94,7 +97,10 @@ class StatsTracker:
                 self._sums[name] = total + mask.sum(), 1.0
 
     def stat(self, *, denominator: str, **values: Tensor) -> None:
-        """Add tensors. Their mean over the entries that the current scope's mask `denominator` selects is exported."""
+        """Add tensors to metrics. Each metric is exported as the mean over the entries that a mask selects.
+
+        denominator: name of the mask, which must have been set by `denominator` in the same scope.
+        """
         mask = self._masks.get(self._within(denominator))
         if mask is None:
             raise ValueError(
@@ -111,20 +117,20 @@ class StatsTracker:
             self._add(name, value.detach()[mask].double().sum(), mask.sum())
 
     def take(self) -> Fractions:
-        """Return this process's numerators and denominators since the last export or take, and reset them."""
+        """Return {metric: (numerator, denominator)} of this process since the last `export` or `take`. Reset them."""
         with self._lock:
             sums, self._sums, self._masks = self._sums, {}, {}
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
     def add(self, sums: Mapping[str, Sequence[float]]) -> None:
-        """Add sums taken from another process. In an evaluation the call does nothing."""
+        """Add what `take` has returned in another process. In an evaluation the call does nothing."""
         for name, (total, count) in sums.items() if is_counted.get() else ():
             self._add(name, float(total), float(count))
 
     def export(self) -> dict[str, float]:
-        """Return this process's metrics since the last export, including `time/step`, and reset them.
+        """Return {metric: value} of this process since the last export, including `time/step`. Reset them.
 
-        A mean with denominator 0 is omitted.
+        Means with denominator 0 are left out.
         """
         return means_of([self.take()]) | self._timers.snapshot()
 

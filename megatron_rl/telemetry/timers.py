@@ -10,7 +10,7 @@ from megatron_rl.telemetry.spans import Span
 
 
 class PhaseTimers:
-    """The wall-clock seconds of each phase, for one thread.
+    """Timers that measure the wall-clock time of each phase of one thread.
 
         timers = PhaseTimers()
         with timers("rollout"):
@@ -24,7 +24,11 @@ class PhaseTimers:
     def __init__(
         self, clock: Callable[[], float] = time.monotonic, on_change: Callable[[str], None] = lambda phase: None
     ) -> None:
-        """on_change is called with the innermost phase whenever it changes; '' means no phase."""
+        """Start without a phase.
+
+        clock: function that returns the time in seconds. on_change: called with the name of the innermost phase
+        whenever it changes; '' stands for no phase.
+        """
         self._clock, self.on_change = clock, on_change
         self._seconds: dict[str, float] = {}
         self._open: list[Span] = []
@@ -32,7 +36,7 @@ class PhaseTimers:
         self._mark = clock()
         self._start = self._mark
         self.last_spans: list[Span] = []
-        """Phases that ended between the last two snapshots. A nested phase is a child of the outer one."""
+        """Spans of the phases that ended between the last two snapshots. A nested phase is a child of the outer one."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -52,7 +56,10 @@ class PhaseTimers:
             self.on_change(parent.name if parent is not None else "")
 
     def snapshot(self) -> dict[str, float]:
-        """Return `time/<phase>` of each phase and `time/step`, in seconds since the last snapshot, and reset them."""
+        """Return the seconds of each phase, as `time/<phase>`, and the seconds since the last snapshot, as `time/step`.
+
+        Reset all of them.
+        """
         self._charge()
         result = {f"time/{name}": seconds for name, seconds in self._seconds.items()}
         result["time/step"] = self._mark - self._start

@@ -26,7 +26,7 @@ from megatron_rl.telemetry.spans import Span, copied
 
 FOLDER = "trace"
 ROWS = ("phases", "publication", "gathering", "episodes", "replies", "rewards", "paused", "control", "requests")
-"""Rows of a process, from top to bottom."""
+"""Rows of a process in a trace, from top to bottom."""
 Event = dict[str, Any]
 
 
@@ -47,10 +47,10 @@ class RankTrace:
     rank: int
     host: str
     boot: str
-    """Boot id of the host's kernel. Processes with the same boot id share a clock."""
+    """Boot ID of the host's kernel. Processes with the same boot ID share a clock."""
     pid: int
     clock_s: float
-    """This rank's clock just after a barrier, hence at the same moment on all ranks."""
+    """Time on this rank's clock just after a barrier, which is the same moment on all ranks."""
     phases: list[Span]
     publications: list[Span] = field(default_factory=list)
     rollout: Recording | None = None
@@ -95,7 +95,10 @@ def chrome_trace(step: int, ranks: list[RankTrace]) -> dict[str, Any]:
 
 
 def moved(spans: list[Span], by_s: float) -> list[Span]:
-    """Return copies shifted to another clock. Spans in progress are ended at the latest time of all spans."""
+    """Return copies of spans whose times are later by `by_s`, so that they are times of another clock.
+
+    In the copies, spans in progress end at the latest time of all spans.
+    """
     copies = copied(spans)
     last = max((span.begin_s if span.end_s is None else span.end_s for span in copies), default=0.0)
     for span in copies:
@@ -109,7 +112,10 @@ def moved(spans: list[Span], by_s: float) -> list[Span]:
 
 
 def server_requests(spans: list[Span], wall_minus_client_s: float) -> dict[str, list[Span]]:
-    """Return the requests that servers reported for a client's calls, by server URL and on the client's clock."""
+    """Return {server URL: requests} that servers have reported for a client's calls. Times are on the client's clock.
+
+    spans: the client's spans. wall_minus_client_s: offset from the client's clock to its wall clock.
+    """
     calls: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         if "e2e_latency" in span.args.get("timing", {}):
@@ -122,9 +128,11 @@ def server_requests(spans: list[Span], wall_minus_client_s: float) -> dict[str, 
 
 
 def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
-    """Return the offset from a server's wall clock to its client's clock: the client's own, unless calls contradict it.
+    """Return the offset from a server's wall clock to its client's clock, in seconds.
 
-    Then it is set by the midpoint of the call that spent the least time outside of the server, which errs least.
+    Normally it is the offset from the client's own wall clock to the client's clock, `-wall_minus_client_s`. If a call
+    contradicts this, the clocks are aligned at the middle of the call that spent the least time outside of the server,
+    because it gives the most exact offset.
     """
     told = [call for call in calls if "request_received_ts" in call.args["timing"]]
     if not told:
@@ -138,7 +146,7 @@ def clock_offset(calls: list[Span], wall_minus_client_s: float) -> float:
 
 
 def on_the_way_s(call: Span) -> float:
-    """Return the time of a call outside of the server."""
+    """Return the seconds that a call spent outside of the server."""
     return ended(call) - call.begin_s - float(call.args["timing"]["e2e_latency"])
 
 
@@ -148,7 +156,10 @@ def ended(span: Span) -> float:
 
 
 def request_spans(call: Span, offset_s: float) -> Iterator[Span]:
-    """Yield a server's request and, if the server reports them, its parts: queued, prefill and decode."""
+    """Yield the server's request that belongs to a call, and its parts queued, prefill and decode if they are reported.
+
+    offset_s: offset from the server's clock to the client's.
+    """
     timing, took = call.args["timing"], call.args["timing"]["e2e_latency"]
     if "request_received_ts" in timing:
         begin = timing["request_received_ts"] + offset_s
@@ -170,7 +181,10 @@ def request_spans(call: Span, offset_s: float) -> Iterator[Span]:
 
 
 def pauses(spans: list[Span]) -> Iterator[Span]:
-    """Yield the pauses of a server, from the pausing command to the reply to the resuming one."""
+    """Yield the pauses of a server. A pause begins with the pausing command and ends when the resuming one is answered.
+
+    spans: the control commands sent to the server.
+    """
     since = None
     for span in sorted(spans, key=lambda span: span.begin_s):
         if span.name == "/pause_generation" and since is None:
@@ -188,13 +202,13 @@ class Picture:
 
     def __init__(self) -> None:
         self._place: dict[Span, tuple[int, int]] = {}
-        """Process and thread id of each span."""
+        """{span: (process ID, thread ID)} in the trace."""
         self._names: list[Event] = []
         self._numbers = itertools.count(1)
-        """Counter for process and thread ids: a thread with its process's id would be taken for the main thread."""
+        """Counter for process IDs and thread IDs alike. A thread with its process's ID would count as main thread."""
 
     def add(self, process: str, label: str, spans: list[Span]) -> None:
-        """Add a process. A row gets a lane for each span that is open at the same time, except for children."""
+        """Add a process with its spans. Spans of a row that overlap in time are put into several lanes (`lanes`)."""
         pid = next(self._numbers)
         self._name(pid, 0, "process", process)
         self._names.append({"ph": "M", "name": "process_labels", "pid": pid, "tid": 0, "args": {"labels": label}})
@@ -205,7 +219,11 @@ class Picture:
                 self._place |= dict.fromkeys(lane, (pid, tid))
 
     def _arrows(self) -> Iterator[tuple[str, Span, Span]]:
-        """Yield arrows from each call to its request, and from each publication to its first use on each server."""
+        """Yield arrows as (kind, span where it begins, span where it ends).
+
+        They lead from each call to its request, and from each publication to each server's first request of its
+        version.
+        """
         calls = {span.args["rid"]: span for span in self._place if "rid" in span.args}
         resumes = [span for span in self._place if (span.row, span.name) == ("publication", "resume")]
         published = {span.args["version"]: span for span in resumes}
@@ -247,7 +265,10 @@ def nanoseconds(seconds: float) -> int:
 
 
 def lanes(spans: list[Span]) -> list[list[Span]]:
-    """Distribute a row's spans over lanes. Within a lane, only a parent and its children overlap."""
+    """Distribute a row's spans over lanes, and return the spans of each lane.
+
+    In a lane, no spans overlap in time except for a parent and its children.
+    """
     dealt: list[list[Span]] = []
     busy: list[tuple[float, int]] = []
     """Heap of (end time, lane number) of the occupied lanes."""

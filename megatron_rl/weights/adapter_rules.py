@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA): which matrices have them, their names, shards and initial values, and PEFT's files.
 
 An adapter adds `scale * lora_B @ lora_A` to a matrix. HF files have one adapter per projection. In Megatron, a fused
-matrix (QKV, or gate and up) has a single lora_B with the matrix's rows, and its projections' lora_A stacked by rows.
-So lora_B is sharded like the matrix's rows, lora_A like its columns.
+matrix (QKV, or gate and up) has one adapter. Its lora_B has as many rows as the matrix, and its lora_A consists of the
+lora_A of the projections, stacked by rows. So lora_B is sharded as the matrix's rows are, and lora_A as its columns.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ _NUMBERS = re.compile(r"\.(\d+|\{\})(?=\.)")
 
 
 class Stacked(Replicated):
-    """Layout of a fused matrix's lora_A: every tensor-parallel rank holds all projections' lora_A, stacked by rows."""
+    """Layout of a fused matrix's lora_A: the lora_A of its projections are stacked by rows.
+
+    Every tensor-parallel rank holds all of them.
+    """
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -50,19 +53,25 @@ class Stacked(Replicated):
 
 
 def is_adapter(name: str) -> bool:
-    """Return True for the name of an adapter parameter, in Megatron or in HF files without PEFT's prefix."""
+    """Return True if `name` is that of an adapter parameter, in Megatron or in HF files."""
     return ".lora_" in name
 
 
 def matrix_of(name: str) -> tuple[str, str]:
-    """Split an adapter parameter's Megatron name into its matrix's name and `lora_A` or `lora_B`."""
+    """Return the Megatron name of the matrix to which an adapter parameter belongs, and `lora_A` or `lora_B`.
+
+    name: the adapter parameter's Megatron name.
+    """
     match = _PARAMETER.fullmatch(name)
     assert match, name
     return f"{match[1]}.weight", match[2]
 
 
 def projections(arch: Architecture) -> list[str]:
-    """Return the projections that can have adapters, without layer and expert numbers, such as `self_attn.q_proj`."""
+    """Return the names of the projections that can have adapters, such as `self_attn.q_proj`.
+
+    The names contain no layer or expert numbers.
+    """
     rules = (rule for number in range(arch.layers) for rule in layer_rules(arch, number))
     everything = LoraConfig(rank=1)
     names = (_general(name) for rule in rules for name in adapted(rule, everything))
@@ -74,7 +83,10 @@ def _general(name: str) -> str:
 
 
 def adapted(rule: Rule, lora: LoraConfig) -> list[str]:
-    """Return the HF matrices of a rule that have an adapter. As in PEFT, experts stacked in one tensor have none."""
+    """Return the names of the HF matrices of a rule that have an adapter.
+
+    As in PEFT, experts stacked in one tensor have no adapter.
+    """
     if rule.is_stacked or not _MATRIX.fullmatch(f".{rule.megatron}"):
         return []
     return [name for name in rule.hf if _is_target(_general(name), lora)]
@@ -86,7 +98,7 @@ def _is_target(general: str, lora: LoraConfig) -> bool:
 
 
 def check_adapters(arch: Architecture, lora: LoraConfig, model: ModelConfig) -> None:
-    """Raise ValueError if a target is not in the model, or if the model's settings do not allow adapters."""
+    """Raise ValueError if the model lacks one of `lora.targets`, or if its settings do not allow adapters."""
     known = projections(arch)
     for target in lora.targets:
         if not any(f".{name}".endswith(f".{target}") for name in known):
@@ -113,14 +125,14 @@ def check_adapters(arch: Architecture, lora: LoraConfig, model: ModelConfig) -> 
 
 
 def adapted_experts(arch: Architecture, lora: LoraConfig) -> list[str]:
-    """Return the routed experts' projections that have an adapter, named as in `projections`."""
+    """Return the names, in the form that `projections` returns, of the routed experts' projections with an adapter."""
     return [name for name in projections(arch) if ".experts." in name and _is_target(name, lora)]
 
 
 def adapter_rule(rule: Rule, part: str, lora: LoraConfig) -> Rule:
-    """Return the rule for one part of a matrix's adapter. part: `lora_A` or `lora_B`.
+    """Return the rule for one part, `lora_A` or `lora_B`, of a matrix's adapter. rule: the matrix's own rule.
 
-    A fused matrix's lora_B has the rows of all projections; rows of projections without an adapter stay zero.
+    The lora_B of a fused matrix has the rows of all its projections. Rows of projections without an adapter stay zero.
     """
     names = adapted(rule, lora) if part == "lora_A" else list(rule.hf)
     is_cut_by_columns = isinstance(rule.layout, Columns)
@@ -138,7 +150,7 @@ def _adapter_name(name: str, part: str) -> str:
 
 
 def adapter_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, Shape]:
-    """Return {name without PEFT's prefix: shape} of all adapter tensors in HF files."""
+    """Return {name: shape} of all adapter tensors in HF files. The names lack PEFT's prefix."""
     known, shapes = set(projections(arch)), {}
     for name, (rows, *columns) in hf_shapes(arch).items():
         general = _general(name).removeprefix("model.layers.")
@@ -149,7 +161,7 @@ def adapter_shapes(arch: Architecture, lora: LoraConfig) -> dict[str, Shape]:
 
 
 class FirstAdapters:
-    """Initial adapters as in PEFT: lora_A uniform in +-1/sqrt(columns), lora_B zero.
+    """Initial adapters as in PEFT: lora_A is uniform in +-1/sqrt(columns), and lora_B is zero.
 
     A tensor depends only on its name and the seed, so every parallel layout starts from the same adapters.
     """
@@ -166,7 +178,10 @@ class FirstAdapters:
 
 
 class PeftFolder:
-    """The adapters of a folder in PEFT's format. Raises ValueError if its rank, scale or targets differ from `lora`."""
+    """The adapters in a folder in PEFT's format.
+
+    The constructor raises ValueError if the adapters' rank, scale or targets differ from those in `lora`.
+    """
 
     def __init__(self, folder: str | Path, arch: Architecture, lora: LoraConfig) -> None:
         found, self.source = read_peft_config(folder), HFFolder(folder, {}, file=ADAPTER_FILE)
@@ -219,9 +234,10 @@ def _check_scale(found: PeftConfig, module: str, lora: LoraConfig) -> None:
 def merged_matrices(
     model_folder: str | Path, adapter_folder: str | Path, dtype: torch.dtype
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield a model's matrices that have adapters in a PEFT folder, merged like `Adapter.merged` in `dtype`.
+    """Yield name and value of each matrix that has an adapter in a PEFT folder, with the adapter merged into it.
 
-    Raises ValueError, before the first matrix, if an adapter does not fit or was changed since its publication.
+    The merged matrix is in `dtype` and is computed as in `Adapter.merged`. Raises ValueError, before the first matrix,
+    if an adapter does not fit the model or was changed since its publication.
     """
     config, adapters = read_peft_config(adapter_folder), HFFolder(adapter_folder, {}, file=ADAPTER_FILE)
     modules = config.modules((name, adapters.shape(name)[0]) for name in adapters.file_of)
@@ -257,7 +273,7 @@ def is_peft_folder(path: str | Path) -> bool:
 
 
 def adapter_source(arch: Architecture, lora: LoraConfig, *, seed: int) -> WeightSource:
-    """Return a run's initial adapters: from the folder `lora.path`, or new ones that do not change the model."""
+    """Return a run's initial adapters: those in the folder `lora.path`, or if it is empty, FirstAdapters."""
     if not lora.path:
         return FirstAdapters(arch, lora, seed)
     if not is_peft_folder(lora.path):
@@ -269,12 +285,12 @@ def adapter_source(arch: Architecture, lora: LoraConfig, *, seed: int) -> Weight
 
 
 def last_parts(arch: Architecture, lora: LoraConfig) -> list[str]:
-    """Return the last name components of the projections that have adapters, such as `q_proj`."""
+    """Return the last components, such as `q_proj`, of the names of the projections that have adapters."""
     return sorted({name.rpartition(".")[2] for name in projections(arch) if _is_target(name, lora)})
 
 
 def peft_config(arch: Architecture, lora: LoraConfig, model_folder: str | Path) -> dict[str, Any]:
-    """Return the content of adapter_config.json."""
+    """Return the content of adapter_config.json for the run's adapters. model_folder: the base model."""
     known, ends = projections(arch), last_parts(arch, lora)
     chosen = [name for name in known if _is_target(name, lora)]
     # PEFT adapts every module whose name ends with a target. If that is too many, give a pattern of whole names.
@@ -298,9 +314,9 @@ def peft_config(arch: Architecture, lora: LoraConfig, model_folder: str | Path) 
 def write_peft_folder(
     folder: str | Path, tensors: dict[str, Tensor], arch: Architecture, lora: LoraConfig, model_folder: str | Path
 ) -> None:
-    """Write adapters in PEFT's format. tensors: by HF name, without PEFT's prefix.
+    """Write adapters to `folder` in PEFT's format. Raises OSError if a file cannot be written.
 
-    Raises OSError if a file cannot be written.
+    tensors: {HF name without PEFT's prefix: tensor}. model_folder: the base model.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

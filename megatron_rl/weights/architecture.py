@@ -35,11 +35,15 @@ CLASSIFIERS = {
         strict=True,
     )
 }
-"""Classifier class -> language model class with the same trunk. A classifier's head returns one number per token."""
+"""transformers' classifier class -> language model class with the same trunk. A classifier's head returns one number
+per token."""
 
 
 def read_architecture(folder: str | Path) -> Architecture:
-    """Read and check `folder/config.json`. Raises ValueError with the key, its value, the rule and the remedy."""
+    """Read and check `folder/config.json`.
+
+    Raises ValueError, which names the key, its value, the broken rule and the remedy.
+    """
     folder = Path(folder)
     path = folder / "config.json"
     if not path.exists():
@@ -94,9 +98,9 @@ def _damaged(path: Path, fault: str) -> ValueError:
 
 
 def quantization_fault(folder: str | Path) -> str:
-    """Return why servers that load this model folder could not be sent new weights, with the remedy. '' if they can.
+    """Return why servers that load this model folder could not accept new weights, and the remedy; '' if they can.
 
-    Servers quantize the weights that they receive if the folder's config.json has quantization_config.
+    They cannot if config.json has quantization_config, because they would quantize the weights that they receive.
     """
     said = read_object(Path(folder) / "config.json", "copy the model folder again").get("quantization_config")
     if said is None:
@@ -130,7 +134,7 @@ def _as_transformers_has_it(said: Config, name: str, family: Family, path: Path)
 
 
 def _refuse_wrong_numbers(arch: Architecture, path: Path) -> None:
-    """Raise ValueError for sizes and constants that are not positive numbers, or a wrong count of layer types."""
+    """Raise ValueError if a size or constant is not a positive number, or if not every layer has a layer type."""
     for field, key in SIZES.items():
         value = getattr(arch, field)
         if type(value) is not int or value < 1:
@@ -143,7 +147,10 @@ def _refuse_wrong_numbers(arch: Architecture, path: Path) -> None:
 
 
 def with_value_head(config: dict[str, Any]) -> dict[str, Any]:
-    """Return config.json as that of a one-label classifier, which is how critics and reward models are saved."""
+    """Return the content of a model's config.json changed to that of a classifier with one label.
+
+    Critics and reward models are saved in this form.
+    """
     classifier_of = {causal: name for name, causal in CLASSIFIERS.items()}
     names = [classifier_of.get(name, name) for name in config["architectures"]]
     # transformers saves id2label only and counts its entries; other readers expect num_labels.
@@ -152,7 +159,10 @@ def with_value_head(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _head(config: Config, path: Path) -> tuple[str, list[str]]:
-    """Return the model's head (`policy` or `value`) and its `architectures` as language model class names."""
+    """Return the model's head, `policy` or `value`, and its `architectures`.
+
+    In `architectures`, names of classifier classes are replaced by those of the matching language model classes.
+    """
     names = config.get("architectures") or []
     if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
         raise _damaged(path, f"architectures = {names!r:.100}: must be a list of names")
@@ -171,7 +181,10 @@ ROPE_SCALINGS = ("linear", "llama3", "yarn")
 
 
 def _scaling(config: dict[str, Any], path: Path) -> dict[str, Any] | None:
-    """Return the RoPE scaling in transformers 5 format, or None. Refuses scalings that depend on the batch."""
+    """Return the RoPE scaling in transformers 5's format, or None if there is none.
+
+    Raises ValueError for kinds of scaling that are not supported, such as those that depend on the batch.
+    """
     rope = dict(rope_of(config))
     kind = rope.setdefault("rope_type", rope.pop("type", "default"))  # early versions wrote `type`
     if kind == "default":

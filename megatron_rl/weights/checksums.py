@@ -1,4 +1,4 @@
-"""Compute checksums of the weights being published, in each of the forms that the receiving servers use."""
+"""Compute checksums of published weights in every form that the receiving servers use."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_rl.weights.sglang_checksums import SGLangChecksums
 from megatron_rl.weights.update_group import digest
 
 CACHED_BYTES = 1 << 23
-"""Size up to which a CPU tensor's checksum is computed just before the tensor is sent, which then finds it in the CPU's
-cache. A larger tensor would only delay the wire."""
+"""Maximum bytes of CPU tensors whose checksum is computed just before they are sent. They are then still in the CPU's
+cache when they are sent. A larger tensor's checksum is computed while the tensor is sent, because it takes longer."""
 
 
 class ExpectedChecksums:
-    """The checksums that servers must report once they hold the tensors that passed through `watch`.
+    """The checksums that servers must report after they have received the tensors that passed through `watch`.
 
     form = ChecksumForm(kind="embedded", dtype=None)
     expected = ExpectedChecksums([form])
@@ -30,7 +30,7 @@ class ExpectedChecksums:
     def __init__(self, forms: Iterable[ChecksumForm]) -> None:
         self.forms = set(forms)
         self._sums: dict[ChecksumForm, list[tuple[dict[str, int], Tensor]]] = {form: [] for form in self.forms}
-        """For each form and each call of `add`: tensor name -> size in bytes, and the result of `word_sums`."""
+        """For each form, one entry per batch of tensors: {tensor name: size in bytes}, and the batch's `word_sums`."""
         self._sglang = {form: SGLangChecksums(form) for form in self.forms if form.kind != "embedded"}
 
     def watch(
@@ -40,8 +40,9 @@ class ExpectedChecksums:
 
         The consumer must not write to a tensor before it asks for the next one.
 
-        buckets: runs of consecutive tensors. On a GPU, a run's checksums are computed together, so its tensors are kept
-        in memory until the last of them has been sent. All other tensors are handled one at a time.
+        buckets: the tensors divided into runs of consecutive ones; only the length of each run is used. The checksums
+        of GPU tensors in one run are computed together, so these tensors are kept in memory until the run's last one
+        was sent. All other tensors are handled one at a time.
         """
         stream = iter(tensors)
         for bucket in buckets if self.forms else ():
@@ -62,7 +63,7 @@ class ExpectedChecksums:
             self.add([(name, tensor)])
 
     def add(self, tensors: Sequence[tuple[str, Tensor]]) -> None:
-        """Compute the checksums of tensors on one device. Does not synchronise with a GPU; `of` does."""
+        """Compute the checksums of tensors that are on the same device. Does not wait for a GPU; `of` does."""
         for form in self.forms:
             dtype = None if form.dtype is None else getattr(torch, form.dtype)
             if all(dtype in (None, tensor.dtype) for _, tensor in tensors):
@@ -91,9 +92,10 @@ class ExpectedChecksums:
 
 
 def differences(expected: dict[str, str], held: dict[str, str], *, complete: bool) -> list[str]:
-    """Return the names of tensors whose checksums differ between trainer and server.
+    """Return the sorted names of tensors whose checksums differ between trainer (`expected`) and server (`held`).
 
-    complete: compare also tensors that only one side has. SGLang has some, because it stores some tensors differently.
+    complete: True to count a tensor that only one side lists as different. False to ignore such tensors. An SGLang
+    server needs False, because it stores some tensors in another form than they are sent.
     """
     names = expected.keys() | held.keys() if complete else expected.keys() & held.keys()
     return sorted(name for name in names if expected.get(name) != held.get(name))

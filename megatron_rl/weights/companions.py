@@ -1,4 +1,4 @@
-"""Check that critic, reward model and teachers fit the policy, by nothing but each model's config.json."""
+"""Check that critic, reward model and teachers fit the policy. Only the models' config.json files are read."""
 
 from __future__ import annotations
 

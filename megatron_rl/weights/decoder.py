@@ -17,26 +17,29 @@ class Mixture:
     layers: tuple[bool, ...]
     """Per layer: True for a mixture of experts, False for a dense feed-forward."""
     renormalised: bool = True
-    """True if the weights of a token's chosen experts are renormalised to sum to 1."""
+    """True if the routing weights of a token's chosen experts are renormalised to sum to 1."""
     shared_ffn: int | None = None
     """Total width of the shared experts, which process every token."""
     groups: int | None = None
-    """Number of expert groups. A token's experts come from only `groups_per_token` of them."""
+    """Number of groups into which the experts are divided. A token's experts come from `groups_per_token` groups."""
     groups_per_token: int | None = None
     shared_gate: bool = False
     """True if the shared experts' output is multiplied by a sigmoid gate computed from the token."""
     scale: float | None = None
-    """Factor on the weights of the chosen experts."""
+    """Factor by which the routing weights of the chosen experts are multiplied."""
     is_biased: bool = False
-    """True if scores are sigmoids, and a bias without gradient is added to choose experts (arXiv 2412.19437)."""
+    """True if the experts' scores are sigmoids, to which a bias is added only when experts are chosen.
+
+    The bias has no gradient (arXiv 2412.19437).
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Latent:
-    """Multi-head latent attention (arXiv 2405.04434): ranks of its low-rank projections, widths of a head's parts."""
+    """Multi-head latent attention (arXiv 2405.04434): the ranks of its projections and the widths of a head's parts."""
 
     query_rank: int | None
-    """Rank of the query projection. None: queries are projected directly from the hidden state."""
+    """Rank of the query projection. None if queries are projected directly from the hidden state."""
     kv_rank: int
     plain_dim: int
     """Width of the unrotated part of a query or key head."""
@@ -59,7 +62,10 @@ class DeltaNet:
 
     @property
     def in_rows(self) -> int:
-        """Rows of all input projections: queries, keys, values, gates, and two numbers per value head."""
+        """Number of output rows of all input projections together.
+
+        The rows are for queries, keys, values, gates, and two numbers per value head.
+        """
         return 2 * (self.key_heads * self.key_dim + self.value_heads * (self.value_dim + 1))
 
 
@@ -79,7 +85,7 @@ class Architecture:
     heads: int
     kv_heads: int
     head_dim: int
-    """Width of a head, or with latent attention, width of a head's rotated part."""
+    """Width of an attention head. With latent attention, the width of the head's part that RoPE rotates."""
     vocab: int
     tied: bool
     norm_eps: float
@@ -94,12 +100,15 @@ class Architecture:
     gated_attention: bool = False
     """True if queries come with a gate of equal width. Attention's output is multiplied by the gate's sigmoid."""
     window_rope_theta: float | None = None
-    """RoPE base of layers with a window, which then use no RoPE scaling. None: same RoPE as in the other layers."""
+    """RoPE base of the layers with a window. These layers then use no RoPE scaling.
+
+    None: they have the same RoPE as the other layers.
+    """
     qkv_bias: bool = False
     has_biases: bool = False
     """True if all matrices of the layers have biases, including routers and experts. `qkv_bias` is separate."""
     has_sinks: bool = False
-    """True if each head has an attention sink: a learned logit in the softmax, as one extra score."""
+    """True if each head has an attention sink: a learned number that joins the softmax as one more score."""
     qk_norm: bool = False
     """True if queries and keys are normalised per head."""
     wide_qk_norm: bool = False
@@ -107,24 +116,28 @@ class Architecture:
     rotary_share: float = 1.0
     """Fraction of each head's width that is rotated, starting at its beginning."""
     softmax_scale: float | None = None
-    """Factor on the query-key products. None: 1 / sqrt(head_dim)."""
+    """Factor by which the query-key products are multiplied. None stands for 1 / sqrt(head_dim)."""
     activation: str = "silu"
     """Feed-forward activation on the gate: `silu`, `gelu_tanh` or `clamped_swiglu`. The last is
     `gate * sigmoid(1.702 gate) * (1 + up)`, with `gate` clamped to at most 7, and `up` clamped to [-7, 7]."""
     embedding_scale: float | None = None
-    """Factor on the embedding's output, rounded to the model's dtype."""
+    """Factor by which the embedding's output is multiplied. The factor is rounded to the model's dtype."""
     norm_offset: float = 0.0
-    """Number that norms add to their weights."""
+    """Number that the norms add to their weights before they multiply with them."""
     has_norms_before: bool = True
     has_norms_behind: bool = False
-    """True if a norm precedes, or follows, each attention and each feed-forward."""
+    """has_norms_before: True if a norm precedes each attention and each feed-forward. has_norms_behind: True if a norm
+    follows each of them."""
     behind: int | None = None
-    """Number of layers of the whole model, if this is its multi-token-prediction layer, else None."""
+    """For the architecture of a multi-token-prediction layer: number of layers of the model that it belongs to.
+
+    None for the architecture of a whole model.
+    """
     head: str = "policy"
     """The layer after the last norm: `policy` (logits over the vocabulary) or `value` (one number per token)."""
 
     def with_head(self, head: str) -> Architecture:
-        """Return the same trunk with another head. Any model can get a value head.
+        """Return the architecture with the same trunk and another head: `policy` or `value`.
 
         Raises ValueError if a policy head is requested for a model with a value head.
         """
@@ -143,7 +156,7 @@ class Architecture:
 
     @property
     def beyond_transformer_engine(self) -> str | None:
-        """Name of the first feature that Transformer Engine's modules cannot build; None if they can build all."""
+        """Name of one feature of this architecture that Transformer Engine's modules lack; None if they have all."""
         parts = {"norms behind matrices": self.has_norms_behind, "delta nets": self.delta_net, "sinks": self.has_sinks}
         return next((part for part, has in parts.items() if has), None)
 
@@ -152,13 +165,16 @@ class Architecture:
         return self.beyond_transformer_engine is None
 
     def has_delta_net(self, layer_number: int) -> bool:
-        """Return True if the layer (global number, from 0) has a delta net instead of attention."""
+        """Return True if a layer has a delta net instead of attention. layer_number: global, from 0."""
         return self.delta_net is not None and self.delta_net.layers[layer_number]
 
     def kind(self, layer_number: int) -> tuple[bool, bool]:
-        """Return (has a delta net, has a mixture). Layers of the same kind have the same parameters."""
+        """Return two flags: whether a layer has a delta net, and whether it has a mixture of experts.
+
+        Layers with equal flags have parameters of the same names and shapes.
+        """
         return self.has_delta_net(layer_number), self.has_mixture(layer_number)
 
     def has_mixture(self, layer_number: int) -> bool:
-        """Return True if the layer (global number, from 0) has a mixture of experts."""
+        """Return True if a layer has a mixture of experts. layer_number: global, from 0."""
         return self.mixture is not None and self.mixture.layers[layer_number]

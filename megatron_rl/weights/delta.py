@@ -1,8 +1,9 @@
 """Publish over slow links: send each server only the changes to the weights it holds, over HTTP.
 
-Rank 0 keeps a copy of the last published weights in host memory. A server whose checksums match this copy exactly is
-sent changes (delta_code.py); any other server is sent whole tensors. All checksums are compared afterwards, as in the
-other transports. Embedded servers can apply changes, and so can an SGLang started with our loader (sglang_loaders.py).
+Rank 0 keeps a copy of the last published weights, called the base, in host memory. A server whose checksums match the
+base exactly is sent changes (delta_code.py). Any other server is sent whole tensors. All checksums are compared
+afterwards, as in the other transports. Embedded servers can apply changes. An SGLang server can apply them if it was
+started with our loader (sglang_loaders.py).
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from megatron_rl.weights.sglang_loaders import pickled_parts
 from megatron_rl.weights.update_group import TensorSpec
 
 RUN_NUMBERS = 1 << 22
-"""Maximum numbers in a run. Each tensor is encoded in one or more runs of consecutive numbers."""
+"""Maximum count of numbers in a run. Each tensor is encoded as one or more runs of consecutive numbers."""
 
 Parcel = list[tuple[Run, Tensor]]
-"""Encoded runs of changes. Each comes with the run's new numbers as integers, for servers that need whole tensors."""
+"""What is sent at a time: encoded runs of changes. Each run comes with its new numbers as integers of their bits, for
+servers that need whole tensors."""
 
 
 class DeltaPublisher(WeightPublisher):
@@ -40,7 +42,7 @@ class DeltaPublisher(WeightPublisher):
         super().__init__(receiver, timeout_s=timeout_s)
         self.parcel_bytes = parcel_bytes
         self._base: dict[str, Tensor] = {}
-        """The last published tensors, flattened, as integers of their bits. The next changes are computed from them."""
+        """{name: the tensor as last published, flat, as integers of its bits}. The next changes are relative to it."""
         self._base_checksums: dict[ChecksumForm, dict[str, str]] = {}
 
     def _deliver(self, specs: list[TensorSpec], tensors: Tensors, version: int, checksums: ExpectedChecksums) -> None:
@@ -71,7 +73,10 @@ class DeltaPublisher(WeightPublisher):
         self._lose(dict.fromkeys(others, reason))
 
     def _holders(self, dtypes: set[str]) -> set[str]:
-        """Return the servers that hold exactly the base, in the dtype that is sent. dtypes: those of all tensors."""
+        """Return the servers that hold exactly the base, in the dtype in which tensors are sent.
+
+        dtypes: the set of dtypes of all tensors to send.
+        """
         forms = self.receiver.checksum_forms()
         answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
         holders = set()
@@ -84,9 +89,9 @@ class DeltaPublisher(WeightPublisher):
         return holders
 
     def _parcels(self, specs: list[TensorSpec], tensors: Tensors, holders: set[str]) -> Iterator[Parcel]:
-        """Yield at least one parcel, and make the new tensors the base.
+        """Yield the parcels of a publication, at least one, and make the new tensors the base.
 
-        holders: the servers that hold the base. The caller fills this set before the first next().
+        holders: the servers that hold the old base. The caller fills this set before the first next().
         """
         all_hold = holders.issuperset(self.receiver.server_ranks)
         parcel: Parcel = []

@@ -1,9 +1,10 @@
 """Encode a tensor's changes since its last version losslessly. Both trainer and servers import this file.
 
-Numbers are treated as integers of their bits, so NaNs, signed zeros and overflow need no special case. The changed
-places are coded as a bitmap or as gaps between them. Their values are either the new integers or the differences from
-the old ones. Gaps and differences, which are mostly small, are variable-length integers with seven bits per byte. The
-coding with the fewest bytes is chosen. If it is not smaller than all new numbers, all new numbers are sent instead.
+Numbers are treated as integers of their bits, so NaNs, signed zeros and overflow need no special case. The places of
+changed numbers are coded as a bitmap or as the gaps between them. The changes themselves are coded as the new integers
+or as differences from the old ones. Gaps and differences are mostly small, so they are written as variable-length
+integers with seven bits per byte. The coding with the fewest bytes is chosen. If even that is not smaller than all the
+new numbers, changed or not, all of them are sent instead.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import torch
 from torch import Tensor
 
 INTEGERS = {2: torch.int16, 4: torch.int32}
-"""Bytes per number -> integer dtype."""
+"""{bytes per number: integer dtype of this size}."""
 LONGEST = 5
-"""Maximum bytes of a variable-length integer: 32 bits and a sign, at seven bits per byte."""
+"""Maximum bytes of a variable-length integer. It holds 32 bits and a sign, at seven bits per byte."""
 PLACES = ("none", "all", "gaps", "bitmap")
 VALUES = ("whole", "added")
 
 
 @dataclass(frozen=True)
 class Change:
-    """Encoded change of a run of `count` numbers, changed or not. The bytes are `[n]` uint8 on the CPU.
+    """Encoded change of a run of `count` consecutive numbers, some of which may be unchanged.
+
+    `place_bytes` and `value_bytes` are `[n]` uint8 on the CPU, each with its own n.
 
     change = encode(bits_of(new), bits_of(old))
     places, values = decode(change, torch.int16)  # of bfloat16
@@ -47,13 +50,16 @@ NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """Return a flat view of the tensor's bits as int16 or int32."""
+    """Return a flat view of a tensor's bits: as int16 if its numbers have two bytes, as int32 if they have four."""
     return tensor.view(-1).view(INTEGERS[tensor.itemsize])
 
 
 @torch.no_grad()
 def encode(new: Tensor, old: Tensor | None) -> Change:
-    """Encode the change from `old` to `new`, both `[n]` int16 or int32 on the CPU. old = None: encode all of `new`."""
+    """Encode the change from `old` to `new`, both `[n]` int16 or int32 on the CPU.
+
+    old: if None, all numbers of `new` are encoded.
+    """
     count = new.numel()
     whole = Change(count, "all", "whole", NOTHING, new.contiguous().view(torch.uint8))
     if old is None:
@@ -87,9 +93,9 @@ def encode(new: Tensor, old: Tensor | None) -> Change:
 
 @torch.no_grad()
 def decode(change: Change, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the changed places, `[k]` int64, and their new values or differences, `[k]` of `dtype`.
+    """Return the indices of the changed numbers, `[k]` int64, and their new values or differences, `[k]` of `dtype`.
 
-    dtype: int16 or int32. Raises ValueError if the bytes are not a valid encoding.
+    dtype: int16 or int32, as in `bits_of`. Raises ValueError if the bytes are not a valid encoding.
     """
     count = change.count
     if change.places not in PLACES or change.values not in VALUES:
@@ -120,9 +126,10 @@ def decode(change: Change, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def put(part: Tensor, places: Tensor, values: Tensor, *, is_added: bool) -> None:
-    """Apply a decoded change to `part`, `[n]`, in place. All three tensors must be on the same device.
+    """Apply a decoded change to `part`, a run of a tensor's numbers `[n]`, in place.
 
-    is_added: True if `values` are differences.
+    All three tensors must be on the same device. is_added: True if `values` are differences, False if they are the new
+    numbers.
     """
     bits = bits_of(part)
     bits[places] = bits[places] + values if is_added else values
@@ -137,7 +144,10 @@ def _sizes(numbers: Tensor) -> Tensor:
 
 
 def _write(numbers: Tensor) -> Tensor:
-    """Encode non-negative numbers, seven bits per byte, low bits first. A number's last byte has the top bit 0."""
+    """Encode non-negative numbers with seven bits per byte, the low bits first, and return the bytes (uint8).
+
+    The top bit is 0 in the last byte of a number, and 1 in its other bytes.
+    """
     ends = _sizes(numbers).cumsum(0)
     written = torch.empty(int(ends[-1]) if len(ends) else 0, dtype=torch.uint8)
     places = torch.cat([ends.new_zeros(1), ends])[:-1]
@@ -167,7 +177,8 @@ def _read(data: Tensor) -> Tensor:
 class Run:
     """The change of a contiguous run of a tensor's numbers.
 
-    start: index of the run's first number in row-major order. shape, dtype: of the whole tensor, as it is sent.
+    name, dtype, shape: those of the whole tensor, as it is sent. start: index of the run's first number in the
+    flattened tensor.
     """
 
     name: str
@@ -178,7 +189,10 @@ class Run:
 
 
 def pack(runs: list[Run], version: int) -> bytes:
-    """Return a request body: the length of the JSON header (8 bytes, little-endian), the header, and the changes."""
+    """Pack runs into a request body. version: policy version of the new weights.
+
+    The body is the length of the JSON header (8 bytes, little-endian), the header, and the bytes of the changes.
+    """
     rows, parts = [], []
     for run in runs:
         change, sizes = run.change, (run.change.place_bytes.numel(), run.change.value_bytes.numel())
@@ -189,7 +203,7 @@ def pack(runs: list[Run], version: int) -> bytes:
 
 
 def unpack(body: bytes) -> tuple[list[Run], str]:
-    """Return the runs and the version of a packed body. Raises ValueError if the body is invalid."""
+    """Return the runs and the version in a body made by `pack`. Raises ValueError if the body is invalid."""
     start = 8 + int.from_bytes(body[:8], "little")
     try:
         header = json.loads(body[8:start])

@@ -1,7 +1,8 @@
 """A draft head's tensors: their names and shapes, and the folder in which they are saved.
 
-The head has the form of MiMo's multi-token prediction layer, and SGLang loads it as one (`MiMoMTP`). Embedding and
-output layer are the policy's and are not saved. A model's folder has its head in the subfolder `draft`.
+The head has the form of MiMo's multi-token prediction layer, and SGLang loads it as one (`MiMoMTP`). It uses the
+policy's embedding and output layer, which are not saved with it. The head is in the subfolder `draft` of the folder of
+its model.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SERVED = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 
 def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each tensor of a policy's head, by name. Its layer has the sizes of the policy's layers."""
+    """Return {name: shape} of the tensors of a policy's draft head. Its layer is as wide as the policy's layers."""
     hidden, ffn = arch.hidden, arch.ffn
     queries, keys = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     shapes = {
@@ -52,7 +53,7 @@ def shapes_for(arch: Architecture) -> dict[str, tuple[int, ...]]:
 
 
 def check_draft(arch: Architecture, kind: str) -> None:
-    """Raise ValueError if a model cannot have a draft head of this kind: `eagle` or `mtp`."""
+    """Raise ValueError if a model cannot have a draft head of this kind. kind: `eagle` or `mtp`."""
     reason, has_layer = "", [name for name, family in FAMILIES.items() if family.mtp is not None]
     if arch.head != "policy":
         reason = "a reward model generates no tokens, so none can be guessed"
@@ -70,27 +71,36 @@ def has_draft(folder: str | Path) -> bool:
 
 
 def read_draft(folder: str | Path, arch: Architecture) -> dict[str, Tensor]:
-    """Read the head in a model's folder. Raises ValueError if its tensors are not those of `arch`."""
+    """Return {name: tensor} of the draft head in a model's folder.
+
+    Raises ValueError if the head lacks a tensor that `arch` needs, or has it in another shape.
+    """
     shapes = shapes_for(arch)
     source = HFFolder(Path(folder) / FOLDER, shapes)
     return {name: source.whole(name) for name in shapes}
 
 
 def write_draft(folder: str | Path, tensors: Mapping[str, Tensor], arch: Architecture) -> None:
-    """Write a head next to the model in `folder`. Raises OSError if a file cannot be written."""
+    """Write a draft head, tensors and config.json, into the folder of its model.
+
+    Raises OSError if a file cannot be written.
+    """
     write_draft_tensors(folder, tensors)
     write_draft_config(folder, arch, str(next(iter(tensors.values())).dtype).removeprefix("torch."))
 
 
 def write_draft_tensors(folder: str | Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write only the tensors of a head, for servers that have its config.json already."""
+    """Write the tensors of a draft head without its config.json, which servers already have."""
     target = Path(folder) / FOLDER
     target.mkdir(parents=True, exist_ok=True)
     write_tensors(target, ((name, tensor.detach().cpu().contiguous()) for name, tensor in tensors.items()))
 
 
 def write_draft_config(folder: str | Path, arch: Architecture, dtype: str) -> Path:
-    """Write only a head's config.json, for servers that get its tensors from the trainer. Return the head's folder."""
+    """Write a draft head's config.json without its tensors, which servers get from the trainer.
+
+    Return the head's folder.
+    """
     target = Path(folder) / FOLDER
     target.mkdir(parents=True, exist_ok=True)
     config = {
@@ -116,7 +126,10 @@ def write_draft_config(folder: str | Path, arch: Architecture, dtype: str) -> Pa
 
 
 def name_in_sglang(name: str) -> str:
-    """Return SGLang's own name of a head's tensor, before it fuses q, k and v. The name may start with PREFIX."""
+    """Return the name that SGLang gives to a tensor of a draft head before it fuses q, k and v.
+
+    name: the tensor's name here, with or without PREFIX. A name of another tensor is returned unchanged.
+    """
     before, found, rest = name.partition(LAYER)
     if not found or before not in ("", PREFIX):
         return name

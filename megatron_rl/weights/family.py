@@ -17,23 +17,27 @@ Config = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class MTPNames:
-    """Names that a family's HF files have for the tensors of its multi-token-prediction layer.
+    """Names, in a family's HF files, of the tensors of the multi-token-prediction layer.
 
-    The layer computes `final_norm(layer(input_proj @ [token_norm(embedding); hidden_norm(state)]))`, from the next
-    token's embedding and the model's last hidden state. `{}` stands for the number of the model's own layers.
+    The layer computes `final_norm(layer(input_proj @ [token_norm(embedding); hidden_norm(state)]))`. `embedding` is
+    that of the next token, and `state` is the model's last hidden state. In the names, `{}` stands for the number of
+    layers of the model itself.
     """
 
     layer: str
-    """Prefix of the transformer layer's tensors, which otherwise have the same names as in the model's layers."""
+    """Prefix of the tensors of `layer`. After the prefix, the names are the same as in the model's own layers."""
     token_norm: str
     hidden_norm: str
     input_proj: str
     final_norm: str
     copies: Mapping[str, str] = field(default_factory=dict)
-    """Names of copies of the model's embedding and output layer -> names of the originals. Folders may have none."""
+    """{name of a copy of the model's embedding or output layer: name of the original}.
+
+    A folder need not contain the copies.
+    """
 
     def of(self, layers: int) -> MTPNames:
-        """Return the names in the files of a model with `layers` layers."""
+        """Return these names with `{}` replaced. layers: number of layers of the model itself."""
         own = {name: getattr(self, name).format(layers) for name in vars(self) if name != "copies"}
         return MTPNames(**own, copies={name.format(layers): original for name, original in self.copies.items()})
 
@@ -50,7 +54,7 @@ MTP_LAYER_BEHIND = MTPNames(
         f"{_LAYER_BEHIND}shared_head.head.weight": "lm_head.weight",
     },
 )
-"""DeepSeek-V3's names: the layer follows the model's last one."""
+"""DeepSeek-V3's names. The layer is named like a further layer after the model's last one."""
 MTP_LAYER_APART = MTPNames(
     layer="mtp.layers.0.",
     token_norm="mtp.pre_fc_norm_embedding.weight",
@@ -58,7 +62,7 @@ MTP_LAYER_APART = MTPNames(
     input_proj="mtp.fc.weight",
     final_norm="mtp.norm.weight",
 )
-"""Qwen's names: the layer has a prefix of its own."""
+"""Qwen's names. The layer has a prefix of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,21 +82,27 @@ class Family:
     """Rules for the norms and the delta net in layers without attention."""
     mixture: tuple[Rule, ...] = ()
     mtp: MTPNames | None = None
-    """Names of the multi-token-prediction layer, if the family's folders may have one. It never has a delta net."""
+    """Names of the multi-token-prediction layer, or None if the family's models never have one.
+
+    The layer always has attention, never a delta net.
+    """
     classifiers: tuple[str, ...] = ()
-    """Classifier class names, one per entry of `classes`. If empty, ForSequenceClassification replaces ForCausalLM."""
+    """Names of the classifier classes that belong to `classes`, in the same order.
+
+    If empty, they are the names in `classes` with ForSequenceClassification instead of ForCausalLM.
+    """
     read: Callable[[Config], dict[str, Any]] = lambda config: {}
     """Function that returns the Architecture fields whose values differ from Llama's."""
     demands: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of config.json -> the only supported value, which is also transformers' default."""
+    """{key of config.json: its only supported value in this family}. That value is also transformers' default."""
     may_say: frozenset[str] = frozenset()
     """Keys of `DEMANDS` that may have any value in this family, because `read` handles them."""
     check: Callable[[Config, Architecture], str | None] = lambda config, arch: None
-    """Function that returns why the model is not supported, or None. It runs after `demands` are checked."""
+    """Function that returns why a model is not supported, or None if it is. It runs after `demands` are checked."""
 
 
 DEMANDS: dict[str, Any] = {"hidden_act": "silu", "mlp_bias": False, "attention_bias": False}
-"""Keys of config.json -> the only supported value in every family, except for keys in `Family.may_say`."""
+"""{key of config.json: its only supported value}. They hold for every family, except for keys in `Family.may_say`."""
 
 
 def rope_of(config: Config) -> dict[str, Any]:
@@ -105,25 +115,31 @@ def rope_of(config: Config) -> dict[str, Any]:
 
 
 def rotary_share(config: Config, default: float) -> float:
-    """Return the rotated fraction of each head. default: transformers' default for the family."""
+    """Return the fraction of each head's width that RoPE rotates. default: transformers' default for the family."""
     if "rotary_dim" in config:  # MiniMax's key
         default = config["rotary_dim"] / config["head_dim"]
     return rope_of(config).get("partial_rotary_factor", config.get("partial_rotary_factor", default))
 
 
 def windows_everywhere(config: Config) -> tuple[int | None, ...]:
-    """Return each layer's window as `windows_by_kind` does. Without layer types, all layers have `sliding_window`."""
+    """Return each layer's attention window in tokens, None for an unlimited one.
+
+    If config.json has no layer types, all layers have the window `sliding_window`.
+    """
     return windows_by_kind(config) or (config.get("sliding_window"),) * config["num_hidden_layers"]
 
 
 def windows_by_kind(config: Config) -> tuple[int | None, ...] | None:
-    """Return each layer's window by `layer_types`. Returns None if config.json has no layer types."""
+    """Return each layer's attention window in tokens, None for an unlimited one, according to `layer_types`.
+
+    Return None instead of a tuple if config.json has no layer types.
+    """
     kinds, window = config.get("layer_types"), config.get("sliding_window")
     return kinds and tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def sigmoid_mixture(config: Config) -> Mixture:
-    """Return a mixture in DeepSeek-V3's style: shared experts, expert groups, and biased sigmoid scores."""
+    """Read the settings of a mixture in DeepSeek-V3's style: shared experts, expert groups, biased sigmoid scores."""
     is_grouped, shared = config.get("n_group", 1) > 1, config.get("n_shared_experts") or 0
     return Mixture(
         experts=config["n_routed_experts"],

@@ -26,9 +26,9 @@ WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".onnx", ".onnx_data", ".ot", ".npz"),
     *(".distcp", ".index.json"),
 )
-"""File name endings of weights and of weight indexes. A model's other files are copied when it is saved."""
+"""Endings of the names of weight files and weight indexes. A model's other files are copied when it is saved."""
 NOT_THE_MODELS = ("adapter_config.json", "checksums.json")
-"""Files of an adapter in the model's folder. They are not copied when the model is saved."""
+"""Files that an adapter may have in the folder of its model. They are not copied when the model is saved."""
 MTP_COUNTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers", "use_mtp")
 """Keys of config.json that count or enable multi-token-prediction layers."""
 SHARD_BYTES = 2 * 1024**3
@@ -43,14 +43,18 @@ MXFP4_VALUES = torch.cat([_MAGNITUDES, -_MAGNITUDES])
 
 
 class HFFolder:
-    """The safetensors of a folder. The constructor checks the presence and shape of every expected tensor.
+    """The safetensors files of a folder. The constructor checks the presence and shape of every expected tensor.
 
     folder = HFFolder("models/qwen3-4b", hf_shapes(arch))
     rows = folder.read("model.embed_tokens.weight", 0, 1000, 2000)  # of dimension 0
     """
 
     def __init__(self, folder: str | Path, expected: dict[str, Shape], *, file: str = MODEL_FILE) -> None:
-        """Use the files in the index. Without an index, use `file` or, if it is missing, all safetensors files."""
+        """Find out which file has which tensor, and check the expected ones.
+
+        If the folder has an index, the files are those in the index. Otherwise it is `file` alone, or if the folder has
+        no such file, all safetensors files. Raises ValueError if a tensor is missing or has another shape.
+        """
         self.folder = Path(folder)
         self.index = self.folder / "model.safetensors.index.json"
         self.file_of = _file_of_each_tensor(self.folder, self.index, file)
@@ -77,7 +81,7 @@ class HFFolder:
         return name not in self.file_of and f"{name}_blocks" in self.file_of
 
     def read(self, name: str, dim: int, start: int, stop: int | None) -> Tensor:
-        """Return the slice `[start, stop)` of dimension `dim`. stop = None: up to the end."""
+        """Return the slice `[start, stop)` of a tensor along `dim`, which is 0 or 1. stop: None for the end."""
         if self._is_packed(name):
             assert dim == 0, f"{name}: experts are read one by one"
             return dequantized(*(self.read(part, 0, start, stop) for part in packed_shapes(name, ())))
@@ -99,7 +103,7 @@ class HFFolder:
         return _DTYPES[found]
 
     def nbytes(self, name: str) -> int:
-        """Return a tensor's size in its file, whatever its dtype."""
+        """Return the number of bytes of a tensor in its file. Works for dtypes that torch lacks, too."""
         part = self._slice(name)
         bits = re.search(r"\d+", part.get_dtype())  # such as BF16, F8_E4M3 or BOOL
         return math.prod(part.get_shape()) * int(bits[0] if bits else 8) // 8
@@ -140,9 +144,10 @@ def _opened(path: Path, why: str = "") -> safe_open:
 
 
 def packed_shapes(name: str, shape: Shape) -> dict[str, Shape]:
-    """Return names and shapes of the MXFP4 tensors (blocks, scales) that store a stack `[experts, inputs, outputs]`.
+    """Return {name: shape} of the two MXFP4 tensors, blocks and scales, that store a stack of experts' matrices.
 
-    In these tensors, outputs come before inputs. If `shape` is empty, only the returned names are meaningful.
+    name, shape: those of the stack, whose shape is `[experts, inputs, outputs]`. In the MXFP4 tensors, outputs come
+    before inputs. If `shape` is empty, only the returned names are meaningful.
     """
     blocks = (shape[0], shape[2], shape[1] // MXFP4_BLOCK) if shape else ()
     return {f"{name}_blocks": (*blocks, MXFP4_BLOCK // 2), f"{name}_scales": blocks}
@@ -172,7 +177,10 @@ def _file_of_each_tensor(folder: Path, index: Path, file: str) -> dict[str, str]
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    """Return tensor -> file name from the index. Raises ValueError for files outside the index's folder."""
+    """Return {tensor name: file name} from an index.
+
+    Raises ValueError if the index is invalid or names a file outside of its folder.
+    """
     files = read_object(path, "copy the model folder again").get("weight_map")
     if not (isinstance(files, dict) and all(isinstance(name, str) for name in files.values())):
         raise ValueError(
@@ -190,7 +198,7 @@ def _read_index(path: Path) -> dict[str, str]:
 
 
 class RandomWeights:
-    """Random initial weights: normal with standard deviation 0.02, norm weights equal to `norm`, biases 0.
+    """Random initial weights: normally distributed with standard deviation 0.02. Norm weights are `norm`, biases 0.
 
     A tensor depends only on its name and the seed, so every parallel layout starts from the same model.
     """
@@ -212,12 +220,15 @@ class RandomWeights:
 
 
 def generator_for(name: str, seed: int) -> torch.Generator:
-    """Return the generator that draws a tensor. It uses crc32, because hash() of a string differs between processes."""
+    """Return the generator for the random values of the tensor `name`.
+
+    Its seed is computed with crc32, because hash() of a string differs between processes.
+    """
     return torch.Generator().manual_seed(zlib.crc32(name.encode()) + (seed << 32))
 
 
 class ValueHeadFromZero:
-    """Source for a critic that starts from a policy: the tensors of `trunk`, and zeros for the value head."""
+    """Source of the weights of a critic that starts from a policy: `trunk`'s tensors, and zeros for the value head."""
 
     def __init__(self, trunk: WeightSource, head: str, shape: Shape) -> None:
         self.trunk, self.head, self.shape = trunk, head, shape
@@ -243,11 +254,12 @@ def write_hf_folder(
     The folder appears only when complete: it is written to a temporary sibling, fsynced and renamed. An earlier folder
     is deleted last. Raises OSError if a file cannot be written; the earlier folder then remains untouched.
 
-    dtype: dtype to write, also recorded in config.json. None keeps each tensor's dtype and config.json's.
-    head: `value` turns config.json into that of a sequence classification model with one label.
-    carried: further tensors, written unchanged except those that `tensors` already had. If no tensor of a
-    multi-token-prediction layer was written, the counts of these layers in config.json are set to zero.
-    shard_bytes: maximum bytes of tensors held in memory, and per file, unless a single tensor is larger.
+    dtype: dtype in which `tensors` are written, except routers' biases, and which config.json names. None leaves the
+    dtypes of the tensors, and the one in config.json, as they are.
+    head: if `value`, config.json is changed to that of a sequence classification model with one label.
+    carried: further tensors, which are written unchanged, except for those whose names `tensors` also had. If no
+    tensor of a multi-token-prediction layer was written, the counts of these layers in config.json are set to zero.
+    shard_bytes: maximum bytes of tensors held in memory, and of each file, unless a single tensor is larger.
     """
     folder = Path(folder)
     # A sibling, because renames are atomic only within a file system. The dot hides it from globs for `version-*`.
@@ -279,7 +291,10 @@ def _with_dtype(
     dtype: torch.dtype | None,
     written: set[str],
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `tensors` in `dtype` (None: unchanged), then the rest of `carried` unchanged. Adds names to `written`."""
+    """Yield `tensors` in `dtype`, except routers' biases, and then those of `carried` with other names, unchanged.
+
+    dtype: None leaves the dtypes of `tensors`, too. written: set to which the yielded names are added.
+    """
     for name, tensor in tensors:
         written.add(name)
         # Routers rank experts by score plus this bias; rounding it to bfloat16 would create ties.
@@ -332,7 +347,10 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, Tensor]], shard_byt
 
 
 def copy_model_files(source: str | Path, target: str | Path, *, head: str = "policy") -> None:
-    """Copy all files of a model except weights: the tokenizer, config.json adapted to `head`, and the rest."""
+    """Copy all files of a model except its weights: the tokenizer, config.json and the rest.
+
+    In the copy, config.json is adapted to `head` and no longer has quantization_config.
+    """
     for file in model_files(source, outside=Path(target)):
         (Path(target) / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(source) / file, Path(target) / file)  # not its mode, which may be read-only
@@ -346,10 +364,10 @@ def copy_model_files(source: str | Path, target: str | Path, *, head: str = "pol
 
 
 def model_files(folder: str | Path, *, outside: Path) -> list[Path]:
-    """Return the files of a model folder that hold no weights, as relative paths. A link counts as its target.
+    """Return the files of a model folder that hold no weights, as paths relative to it. Links are followed.
 
-    Skips hidden files, and subfolders that contain weights at any depth: they belong to other models or to runs. Also
-    skips the subfolder that contains `outside`.
+    Hidden files are left out. Subfolders that contain weights at any depth are left out, because they belong to other
+    models or to runs. So is the subfolder that contains `outside`.
     """
     folder, found = Path(folder), []
     for path in sorted(folder.iterdir()):
@@ -366,7 +384,7 @@ def model_files(folder: str | Path, *, outside: Path) -> list[Path]:
 
 
 def replace_folder(aside: Path, folder: Path) -> None:
-    """Rename the finished folder `aside` to `folder`, durably. An earlier `folder` is deleted last.
+    """Rename the finished folder `aside` to `folder`, and sync it to disk. An earlier `folder` is deleted last.
 
     If the process is killed between the two renames, `recover_folder` restores the earlier folder.
     """

@@ -1,7 +1,7 @@
 """Publish to servers on the trainer's hosts through flat buckets in shared memory.
 
-If servers run on several nodes, each bucket is broadcast to the first rank of every node. The handles of these copies
-go back to rank 0, which alone talks to the servers.
+If servers run on several nodes, each bucket is broadcast to the first rank of every node, which puts a copy into shared
+memory. The handles of the copies go back to rank 0, because only rank 0 talks to the servers.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ from megatron_rl.weights.update_group import TensorSpec, bytes_of, described, un
 
 @dataclass(frozen=True)
 class NodesOfServers:
-    """The servers of each node, for runs that start servers on all nodes. Used on the first rank of each node."""
+    """The servers and first ranks of all nodes, for runs that start servers on several nodes.
+
+    Only the first rank of each node uses it.
+    """
 
     first_ranks: Axis
     urls: Sequence[Sequence[str]]
-    """Server URLs of each node."""
+    """For each node, the URLs of its servers."""
     device: torch.device
-    """Device of this rank's buckets."""
+    """Device on which this rank makes its buckets."""
 
 
 class IPCPublisher(WeightPublisher):
-    """Fills a shared bucket while the servers read the previous one.
+    """Publishes through shared memory: fills a bucket while the servers read the previous one.
 
-    Each bucket gets new memory, which is released once all servers have read it. With `nodes`, the first rank of each
-    node has a copy of each bucket. All ranks publish `HFExport.stream_in_step`, which keeps them at the same tensor.
+    Each bucket gets new memory, which is released once all servers have read it. If `nodes` is given, the first rank of
+    each node makes a copy of each bucket. All ranks must then publish `HFExport.stream_in_step`, which keeps them at
+    the same tensor.
     """
 
     def __init__(
@@ -54,7 +58,7 @@ class IPCPublisher(WeightPublisher):
         self.bucket_bytes, self.nodes = bucket_bytes, nodes
         self._handle_forms: dict[str, str | None] = {}
         self._left: list[Path] = []
-        """Bucket files still open in servers, which are deleted at the next publication in case the server is dead."""
+        """Bucket files that servers still had open. The next publication deletes them, in case a server is dead."""
 
     def close(self) -> None:
         while self._left:
@@ -84,7 +88,10 @@ class IPCPublisher(WeightPublisher):
         return self.nodes is not None
 
     def _follow(self, specs: list[TensorSpec], tensors: Tensors) -> None:
-        """On the first rank of another node, copy each bucket for the node's servers and send the handles to rank 0."""
+        """Serve one node: copy each bucket into its shared memory, and send the handles of the copies to rank 0.
+
+        Runs on the first rank of each node other than rank 0's.
+        """
         if self.nodes is None:
             return
         self.close()
@@ -111,9 +118,10 @@ class IPCPublisher(WeightPublisher):
     def _filled(
         self, plan: list[list[TensorSpec]], tensors: Tensors, buckets: list[SharedBucket]
     ) -> Iterator[tuple[list[TensorSpec], SharedBucket, dict[str, Any]]]:
-        """Yield each bucket of the plan with its specs and, for each server, the handle of its node's copy.
+        """Yield, for each bucket of the plan, its specs, the filled bucket, and the handles for servers on other nodes.
 
-        buckets: list to which each bucket is added until it is released. It never has more than two.
+        The handles, {server URL: handle}, are those of the copies on the servers' nodes. buckets: list that holds each
+        bucket until it is released. It never holds more than two.
         """
         planned = as_planned(itertools.chain.from_iterable(plan), tensors)
         for specs in plan:
@@ -130,7 +138,7 @@ class IPCPublisher(WeightPublisher):
         next(planned, None)  # raises if further tensors follow
 
     def _copy_to(self, nodes: NodesOfServers, bucket: SharedBucket, specs: list[TensorSpec]) -> dict[str, Any]:
-        """Send a bucket to the first ranks of the other nodes. Return the handles for their servers."""
+        """Send a bucket to the first ranks of the other nodes. Return {server URL: handle} for the servers there."""
         group, by_node = nodes.first_ranks.group, [{}] * nodes.first_ranks.size
         asked = {
             server: (self._handle_forms.get(server), ranks) for server, ranks in self.receiver.server_ranks.items()
@@ -143,7 +151,10 @@ class IPCPublisher(WeightPublisher):
     def _show(
         self, specs: list[TensorSpec], bucket: SharedBucket, elsewhere: dict[str, Any]
     ) -> dict[str, Future[None]]:
-        """Send every server the handle of the bucket on its node."""
+        """Send every server the handle of the bucket on its node. elsewhere: the handles for servers on other nodes.
+
+        Return {server URL: future of the server's answer}.
+        """
         told = {
             server: elsewhere.get(server) or _handles(bucket, specs, self._handle_forms[server], ranks)
             for server, ranks in self.receiver.server_ranks.items()

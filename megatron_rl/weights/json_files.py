@@ -11,8 +11,8 @@ from megatron_rl.config.strict_json import read_unique_json
 def read_object(path: str | Path, remedy: str = "copy the folder again") -> dict[str, Any]:
     """Read a file that holds one JSON object.
 
-    Raises ValueError for an unreadable or non-UTF-8 file, invalid JSON, NaN and infinity, duplicate keys, and nesting
-    that is too deep. The error is one line that names the file and the fault, and ends with the remedy.
+    Raises ValueError if the file is unreadable, not in UTF-8, not valid JSON, nested too deeply, or has NaN, infinity
+    or duplicate keys. The error is one line that names the file and the fault, and ends with `remedy`.
     """
     try:
         found = read_unique_json(Path(path).read_bytes().decode("utf-8"))

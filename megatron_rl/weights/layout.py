@@ -18,7 +18,7 @@ from megatron_rl.weights.tensor_rules import EXPERT_BIAS, Rule
 
 
 def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> None:
-    """Raise ValueError if the model does not fit the parallel layout, or the pipeline division set in `megatron:`."""
+    """Raise ValueError if the model cannot be divided as the parallel layout and the section `megatron:` demand."""
     layers_of_stages(arch, parallel, megatron)
     if (arch.mixture or arch.latent) and parallel.tensor > 1 and not parallel.sequence_parallel:
         raise ValueError(
@@ -64,12 +64,15 @@ def check_layout(arch: Architecture, parallel: ParallelConfig, megatron: dict[st
 
 
 def _largest(below: int, fits: Callable[[int], bool]) -> int:
-    """Return the largest size below a given one that fits. 1 always does."""
+    """Return the largest size smaller than `below` for which `fits` is True. It is taken as True for size 1."""
     return next((size for size in range(below - 1, 1, -1) if fits(size)), 1)
 
 
 def _undivided_by_tensor(arch: Architecture, ranks: int) -> str:
-    """Return the first part of the model that so many tensor ranks cannot share, or ''."""
+    """Return the first part of the model that `ranks` tensor-parallel ranks cannot share equally; '' if there is none.
+
+    The part is described in words, such as `8 key-value heads`.
+    """
     widths = {f"{arch.heads} attention heads": arch.heads}
     if arch.delta_net is not None:
         widths[f"{arch.delta_net.key_heads} key heads of delta nets"] = arch.delta_net.key_heads
@@ -92,10 +95,11 @@ def _undivided_by_expert_tensor(arch: Architecture, ranks: int) -> str:
 
 
 def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dict[str, Any]) -> Cut:
-    """Return the global layer numbers of each model chunk of each pipeline stage.
+    """Return, for each pipeline stage, the global layer numbers of each of its model chunks.
 
-    megatron: the config section. If it sets any of PIPELINE_CUTS, megatron.core divides the layers accordingly;
-    otherwise all chunks have equally many layers. Raises ValueError if the layers cannot be divided in this way.
+    megatron: the config section of this name. If it sets any of the keys PIPELINE_CUTS, megatron.core divides the
+    layers accordingly. Otherwise all chunks have equally many layers. Raises ValueError if the layers cannot be divided
+    in this way.
     """
     layers, stages, chunks = arch.layers, parallel.pipeline, parallel.virtual_pipeline
     count = stages * chunks
@@ -132,7 +136,8 @@ def layers_of_stages(arch: Architecture, parallel: ParallelConfig, megatron: dic
 def nearly_even(layers: int, count: int) -> str:
     """Return a `pipeline_model_parallel_layout` string for `count` chunks whose sizes differ by at most one layer.
 
-    The extra layers go to the chunks directly after the first, because the first and last also hold embedding and head.
+    The chunks directly after the first one get the additional layers, because the first chunk also holds the embedding
+    and the last one the head.
     """
     each, rest = divmod(layers, count)
     sizes = [each + (0 < number <= rest) for number in range(count)]
@@ -142,7 +147,10 @@ def nearly_even(layers: int, count: int) -> str:
 
 @dataclass(frozen=True)
 class Shares:
-    """Parameter counts of a rank. The optimizer is sharded over replicas, and experts have other replicas."""
+    """Numbers of parameters that one rank holds: those of experts, and all others (`dense`).
+
+    They are counted separately because the optimizer is sharded over replicas, and experts have other replicas.
+    """
 
     dense: int = 0
     expert: int = 0
@@ -158,7 +166,10 @@ class Shares:
 def parameters_of_stage(
     arch: Architecture, parallel: ParallelConfig, stage: int, megatron: dict[str, Any] | None = None
 ) -> Shares:
-    """Return the number of parameters on each rank of a pipeline stage, which is the same for all its ranks."""
+    """Return the number of parameters on each rank of a pipeline stage. All ranks of a stage hold equally many.
+
+    megatron: the config section of this name, see `layers_of_stages`.
+    """
     embedding, final_norm, output = edges(arch)
     rules = [embedding] if stage == 0 else []
     if stage == parallel.pipeline - 1:
@@ -178,7 +189,10 @@ def parameters_of_stage(
 def adapters_of_stage(
     arch: Architecture, lora: LoraConfig, parallel: ParallelConfig, stage: int, megatron: dict[str, Any] | None = None
 ) -> Shares:
-    """Return the number of adapter parameters on each rank of a pipeline stage."""
+    """Return the number of adapter parameters on each rank of a pipeline stage.
+
+    megatron: the config section of this name, see `layers_of_stages`.
+    """
     words, shares = sizes(arch), Shares()
     numbers = itertools.chain(*layers_of_stages(arch, parallel, megatron or {})[stage])
     for rule in itertools.chain.from_iterable(layer_rules(arch, number) for number in numbers):
@@ -202,7 +216,10 @@ def parameters(arch: Architecture) -> int:
 
 
 def attention_parameters(arch: Architecture) -> int:
-    """Return the number of attention parameters in all layers. Servers with DP attention hold them once per replica."""
+    """Return the number of attention parameters of all layers together.
+
+    Servers with data-parallel attention hold one copy of these parameters per replica.
+    """
     rules = (rule for number in range(arch.layers) for rule in layer_rules(arch, number))
     own = [rule for rule in rules if rule.megatron.startswith("self_attention.")]
     return _shares(own, arch, ParallelConfig()).total
@@ -217,7 +234,10 @@ def largest_tensor(arch: Architecture) -> int:
 
 
 def _shares(rules: list[Rule], arch: Architecture, parallel: ParallelConfig) -> Shares:
-    """Return a rank's part of the parameters of these rules. A router's bias is a buffer, not a parameter."""
+    """Return how many of the parameters of these rules one rank holds.
+
+    A router's bias is not counted, because it is a buffer.
+    """
     words, shares = sizes(arch), Shares()
     # The vocabulary is padded so that all ranks have equally many rows.
     words["vocab"] = -(-arch.vocab // parallel.tensor) * parallel.tensor
@@ -230,7 +250,11 @@ def _shares(rules: list[Rule], arch: Architecture, parallel: ParallelConfig) -> 
 
 
 def _share(rule: Rule, whole: int, arch: Architecture, parallel: ParallelConfig) -> Shares:
-    """Return a rank's part of a rule's parameter, which has `whole` elements, or of one such parameter per expert."""
+    """Return how many elements of a rule's parameter one rank holds.
+
+    whole: number of elements of the undivided parameter. In an expert's rule, each expert has such a parameter, and the
+    rank's experts are counted together.
+    """
     is_cut = rule.layout.split_dim is not None
     if "{}" not in rule.megatron:
         return Shares(dense=whole // parallel.tensor if is_cut else whole)

@@ -36,7 +36,7 @@ _EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 def sizes(arch: Architecture) -> dict[str, int]:
-    """Return the size of each dimension word used in rules, for this architecture."""
+    """Return {word: size} for the words that stand for dimensions in rules. Words of absent features are left out."""
     words = {
         "vocab": arch.vocab,
         "label": 1,
@@ -88,7 +88,7 @@ def sizes(arch: Architecture) -> dict[str, int]:
 
 
 def hf_shapes(arch: Architecture) -> dict[str, Shape]:
-    """Return the name and shape of every HF tensor of the model, in layer order."""
+    """Return {name: shape} of all HF tensors of the model, in the order of its layers."""
     words = sizes(arch)
 
     def shapes_of(rule: Rule, prefix: str = "") -> dict[str, Shape]:
@@ -109,7 +109,10 @@ def hf_shapes(arch: Architecture) -> dict[str, Shape]:
 
 
 def edges(arch: Architecture) -> tuple[Rule, ...]:
-    """Return the rules for the embedding, the final norm and the head, or for the tensors around an MTP layer."""
+    """Return the rules for the tensors outside of the layers: embedding, final norm and head.
+
+    If `arch` is that of a multi-token-prediction layer, they are the rules for its projection and norms instead.
+    """
     if arch.behind is not None:
         names = mtp_names(arch)
         return (
@@ -122,19 +125,19 @@ def edges(arch: Architecture) -> tuple[Rule, ...]:
 
 
 def mtp_names(arch: Architecture) -> MTPNames:
-    """Return the names of the tensors of the multi-token-prediction layer `arch`."""
+    """Return the HF names of a multi-token-prediction layer's tensors. arch: result of `Architecture.mtp_layer`."""
     names = FAMILIES[arch.family].mtp
     assert names is not None and arch.behind is not None
     return names.of(arch.behind)
 
 
 def layer_prefix(arch: Architecture, layer_number: int) -> str:
-    """Return the prefix of a layer's HF tensors (global number, from 0)."""
+    """Return the prefix of the names of a layer's HF tensors. layer_number: global, from 0."""
     return f"model.layers.{layer_number}." if arch.behind is None else mtp_names(arch).layer
 
 
 def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
-    """Return the rules for one layer (global number, from 0)."""
+    """Return the rules for the parameters of one layer. layer_number: global, from 0."""
     family, words = FAMILIES[arch.family], sizes(arch).keys()
     attention = family.delta_net if arch.has_delta_net(layer_number) else family.attention
     rules = attention + (family.mixture if arch.has_mixture(layer_number) else family.dense)
@@ -142,9 +145,10 @@ def layer_rules(arch: Architecture, layer_number: int) -> list[Rule]:
 
 
 def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | None = None) -> WeightSource:
-    """Open a folder's weights for a model of `arch`, or return random weights if a seed is given.
+    """Open a folder's weights for a model of architecture `arch`, or return random weights if `random_seed` is given.
 
-    A value head that the folder lacks starts at zero. Raises ValueError if the folder lacks other tensors of `arch`.
+    If the folder has no value head but `arch` has one, the value head starts at zero. Raises ValueError if the folder
+    lacks any other tensor of the model.
     """
     found, shapes = read_architecture(folder), hf_shapes(arch)
     starts_at_zero = found.head != found.with_head(arch.head).head  # a critic that starts from a policy's folder
@@ -160,7 +164,7 @@ def weight_source(folder: str | Path, arch: Architecture, *, random_seed: int | 
 
 
 def _refuse_another_head(source: HFFolder, arch: Architecture) -> None:
-    """Raise ValueError if the head is tied to the embedding, but the folder also has a head with other values.
+    """Raise ValueError if the head is tied to the embedding, but the folder also has a separate, different head.
 
     transformers would compute with the separate head, and SGLang with the embedding.
     """
@@ -179,7 +183,7 @@ def _refuse_another_head(source: HFFolder, arch: Architecture) -> None:
 
 
 def tensors_without_rule(folder: str | Path) -> list[str]:
-    """Return the names of a folder's tensors that no rule uses, such as multi-token-prediction layers."""
+    """Return the names of a folder's tensors that no rule uses, such as those of multi-token-prediction layers."""
     arch = read_architecture(folder)
     known = {*hf_shapes(arch), *(name for rule in (*EDGES, *VALUE_EDGES) for name in rule.hf)}
     packed = {part for name in known for part in packed_shapes(name, ())}
@@ -187,7 +191,10 @@ def tensors_without_rule(folder: str | Path) -> list[str]:
 
 
 def carried_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors without a rule, unchanged from the folder's files. Raises OSError if they no longer exist."""
+    """Yield (name, tensor) for the folder's tensors that no rule uses, unchanged.
+
+    Raises OSError if they cannot be read.
+    """
     try:
         yield from whole_tensors(folder, tensors_without_rule(folder))
     except ValueError as error:
@@ -195,13 +202,13 @@ def carried_tensors(folder: str | Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def whole_tensors(folder: str | Path, names: Iterable[str] | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield the named tensors of a folder unchanged. names = None: all of them."""
+    """Yield (name, tensor) for tensors of a folder, unchanged. names: None for all tensors."""
     source = HFFolder(folder, {})
     yield from ((name, source.whole(name)) for name in (source.file_of if names is None else names))
 
 
 def without_rule_text(folder: str | Path) -> str:
-    """Return a log line that lists the folder's tensors without a rule, or an empty string if there are none."""
+    """Return a log line that lists the folder's tensors that no rule uses, or '' if there are none."""
     if not (kinds := kinds_without_rule(folder)):
         return ""
     return (
@@ -211,7 +218,10 @@ def without_rule_text(folder: str | Path) -> str:
 
 
 def kinds_without_rule(folder: str | Path) -> str:
-    """Return the names of the folder's tensors without a rule, with * for numbers, as a list of limited length."""
+    """Return the kinds of the folder's tensors that no rule uses, separated by commas. At most NAMED_KINDS are named.
+
+    A kind is a tensor's name with * in place of numbers.
+    """
     names = tensors_without_rule(folder) if any(Path(folder).glob("*.safetensors")) else []
     kinds = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names})
     more = f" and {len(kinds) - NAMED_KINDS} more kinds" if len(kinds) > NAMED_KINDS else ""
@@ -221,8 +231,9 @@ def kinds_without_rule(folder: str | Path) -> str:
 def rule_for(name: str, layer_number: int | None, arch: Architecture) -> Rule:
     """Return the rule for a Megatron parameter, with full HF names. Raises KeyError if there is none.
 
-    name: the parameter's name within its layer if `layer_number` (global, from 0) is given, else within the model. It
-    may be a name of Megatron's local layers, which the rules use, or of Transformer Engine's.
+    layer_number: global number, from 0, of the parameter's layer; None if it is in no layer.
+    name: the parameter's name within that layer, or within the model if it is in no layer. It may be a name from
+    Megatron's local layers, which the rules use, or from Transformer Engine's layers.
     """
     for pattern, local in TRANSFORMER_ENGINE:
         if match := pattern.fullmatch(name):

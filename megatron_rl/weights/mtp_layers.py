@@ -19,9 +19,10 @@ Held = TypeVar("Held", Tensor, Tensor | None)
 
 
 def mtp_source(folder: str | Path, arch: Architecture, *, random_seed: int | None = None) -> WeightSource:
-    """Open the MTP layer in the folder of a model of `arch`, or return random weights if a seed is given.
+    """Open the MTP layer in a model's folder, or return random weights for it if `random_seed` is given.
 
-    Raises ValueError if the folder has none, has more than one, or has it in a dtype that cannot be trained.
+    arch: architecture of the model, not of the layer. Raises ValueError if the folder has no MTP layer, has more than
+    one, or has it in a dtype that cannot be trained.
     """
     layer = arch.mtp_layer()
     shapes = hf_shapes(layer)
@@ -43,7 +44,10 @@ def mtp_source(folder: str | Path, arch: Architecture, *, random_seed: int | Non
 
 
 def copies_in(folder: str | Path, arch: Architecture) -> dict[str, str]:
-    """Return {name of copy: name of original} for the copies of embedding and output layer in a folder's MTP layer."""
+    """Return {name of copy: name of original} for the copies of the model's tensors in a folder's MTP layer.
+
+    The originals are the model's embedding and output layer.
+    """
     found = HFFolder(folder, {}).file_of if Path(folder).is_dir() else {}
     return {name: original for name, original in mtp_names(arch.mtp_layer()).copies.items() if name in found}
 
@@ -51,9 +55,9 @@ def copies_in(folder: str | Path, arch: Architecture) -> dict[str, str]:
 def with_layer(
     model: Iterable[tuple[str, Held]], layer: Iterable[tuple[str, Held]], copies: dict[str, str]
 ) -> Iterator[tuple[str, Held]]:
-    """Yield a model's tensors, each followed by its copies (see `copies_in`), and the tensors of its MTP layer.
+    """Yield a model's tensors, each followed by its copies, and then the tensors of its MTP layer.
 
-    Tensors are None on ranks that only contribute shards.
+    copies: result of `copies_in`. On ranks that only contribute shards, all tensors are None.
     """
     for name, tensor in model:
         yield name, tensor

@@ -30,7 +30,7 @@ SAYS_NOTHING = frozenset(
         "runtime_config",
     }
 )
-"""Keys that do not affect what the adapters compute."""
+"""Keys that have no effect on what the adapters compute."""
 MUST_BE_OFF = {
     "alora_invocation_tokens": "the adapter counts after these tokens alone",
     "arrow_config": "several adapters are mixed",
@@ -52,7 +52,7 @@ MUST_BE_OFF = {
     "use_qalora": "inputs are pooled in groups",
     "velora_config": "inputs are compressed",
 }
-"""Keys that are refused unless null, false or empty -> the reason, for the error message."""
+"""{key that must be null, false or empty: why other values are refused, for the error message}."""
 FIRST_VALUES = (True, False, None, "gaussian", "orthogonal", "eva")
 """Values of init_lora_weights that leave the base weights unchanged."""
 _TENSOR = re.compile(rf"{re.escape(PEFT_PREFIX)}(.+)\.(lora_[AB])\.weight")
@@ -73,7 +73,7 @@ class PeftConfig:
         return float(self._by_pattern("alpha_pattern", module, self.said.get("lora_alpha", 8)))
 
     def scale_of(self, module: str) -> float:
-        """Return the factor on `lora_B @ lora_A`."""
+        """Return the factor by which `lora_B @ lora_A` of a module's adapter is multiplied."""
         rank = self.rank_of(module)
         return self.alpha_of(module) / (math.sqrt(rank) if self.said.get("use_rslora") else rank)
 
@@ -102,7 +102,9 @@ class PeftConfig:
         return next((value for name, value in patterns.items() if re.match(rf"(.*\.)?({name})$", module)), default)
 
     def modules(self, ranks: Iterable[tuple[str, int]]) -> list[str]:
-        """Return the adapted modules. ranks: (name, first dimension) of every tensor in the folder.
+        """Return the names of the modules that have an adapter.
+
+        ranks: (name, size of the first dimension) of every tensor in the folder.
 
         Raises ValueError for a tensor that belongs to no adapter, a module with only one of lora_A and lora_B, or a
         module whose adapter contradicts this config.
@@ -132,7 +134,10 @@ class PeftConfig:
 
 
 def read_peft_config(folder: str | Path) -> PeftConfig:
-    """Read and check a folder's adapter_config.json. Raises ValueError with file, key, value, rule and remedy."""
+    """Read and check a folder's adapter_config.json.
+
+    Raises ValueError, which names the file, the key, its value, the broken rule and the remedy.
+    """
     path = Path(folder) / FILE
     said = read_object(path)
 
@@ -164,9 +169,9 @@ def _is_on(value: Any) -> bool:
 
 
 def _is_named(names: str | list[str], module: str) -> bool:
-    """Return True if `names` match the module.
+    """Return True if `names` selects the module.
 
-    As in PEFT, a string is a regex that must match the full name, and a list contains endings of names.
+    As in PEFT, a string is a regex that must match the module's full name, and a list contains endings of names.
     """
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
@@ -215,6 +220,6 @@ VALUES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "use_rslora": (lambda value: value is None or isinstance(value, bool), "must be true or false"),
 }
-"""Key that defines the adapters -> (check of its value, rule for the error message)."""
+"""{key that defines the adapters: (function that returns True for a valid value, the rule for the error message)}."""
 APPLIED = VALUES.keys() | {"init_lora_weights", "peft_type", "task_type"}
 """Keys that are applied or checked: which matrices have an adapter, its rank and scale, and the folder's type."""

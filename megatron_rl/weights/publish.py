@@ -7,13 +7,14 @@ been verified.
     rank 0                   | pause | send 0   | send 1   | send 2 | compare checksums | resume
     servers         generate | stop  | load 0   | load 1   | load 2 | take checksums    | generate, version N
 
-A server that is unreachable or late, or that holds other bits, is dropped at the end of the column in which this
-happens. So no server is ever resumed with unknown weights. The other servers still get the version.
+A server that is unreachable or late, or whose weights have other checksums, is dropped at the end of the column of the
+table in which this is found. So no server is ever resumed with unknown weights. The other servers still get the
+version.
 
 `GroupPublisher` broadcasts buckets over a process group (NCCL or gloo) and gathers the next bucket while one is on the
-wire. Its extra memory is two buckets and two tensors. On a GPU it also keeps a bucket of small tensors until their
-checksums are taken. `DiskPublisher` writes a HF folder to a disk that the servers share. The other transports are
-ipc.py, which uses shared memory, and delta.py, which sends only the changes.
+wire. It needs additional memory for two buckets and two tensors. On a GPU it also keeps a bucket of small tensors until
+their checksums are computed. `DiskPublisher` writes a HF folder to a disk that the servers share. The other transports
+are ipc.py, which uses shared memory, and delta.py, which sends only the changes.
 """
 
 from __future__ import annotations
@@ -54,10 +55,11 @@ from megatron_rl.weights.update_group import TensorSpec, bytes_of, described, un
 logger = logging.getLogger(__name__)
 
 FLAT_BELOW_BYTES = 256 * 1024
-"""Average tensor size below which a bucket is copied into one flat tensor and broadcast at once. Larger tensors are
-broadcast one by one, without a copy. On a CPU each broadcast has 0.1 ms of latency."""
+"""If a bucket's tensors have on average fewer bytes than this, they are copied into one flat tensor for a single
+broadcast. The tensors of other buckets are broadcast one by one, without a copy. On a CPU each broadcast has 0.1 ms of
+latency."""
 AFTERMATH_S = 5.0
-"""Maximum seconds to wait for the servers' answers after leaving a broken group."""
+"""Maximum seconds that rank 0 waits for the servers' answers after it left a broken group."""
 SUMMED_BYTES = 1 << 26
 """Maximum bytes of tensors that a transport without buckets keeps on a GPU to compute their checksums in one launch."""
 NAMED_TENSORS = 3
@@ -70,25 +72,25 @@ Sent = TypeVar("Sent")
 
 @dataclass
 class Publication:
-    """Time, bytes and checks of one publication."""
+    """Measurements of one publication: its duration, bytes and checks."""
 
     version: int
     nbytes: int = 0
     seconds: float = 0.0
     paused_s: float = 0.0
     verified: int = 0
-    """Tensors whose checksums were compared, summed over servers."""
+    """Number of tensors whose checksums were compared, summed over servers."""
     parts: list[tuple[str, str, float, float]] = field(default_factory=list)
-    """Phases for the trace: (row, name, begin, end) on the monotonic clock."""
+    """Phases of the publication, for the trace: (row, name, begin, end), in seconds of the monotonic clock."""
     sent_bytes: int | None = None
-    """Bytes on the wire, summed over servers. Set only by the delta transport; the others send all weights."""
+    """Bytes on the wire, summed over servers. Only the delta transport sets it; the others send all weights."""
 
 
 class WeightPublisher(abc.ABC):
     """Base class of the transports: drops servers that fail, and compares checksums.
 
-    Every rank has one; `receiver` is None on all ranks but 0. Rank 0 publishes the whole stream of weights. If
-    `is_by_stage`, each pipeline stage's head (its first rank) publishes that stage's weights instead.
+    Every rank has a publisher; its `receiver` is None on all ranks but 0. Rank 0 publishes the whole stream of weights,
+    unless `is_by_stage` is True: then the head (first rank) of each pipeline stage publishes the weights of its stage.
 
         publisher = make_publisher(receiver, config.actor, backend="nccl")  # engine/model_engine.py
         publisher.publish(specs, engine.hf_tensors(), version=7)  # specs: names, dtypes and shapes of the tensors
@@ -105,10 +107,13 @@ class WeightPublisher(abc.ABC):
         self._known: set[str] = set()
 
     def publish(self, specs: list[TensorSpec], tensors: Tensors, version: int) -> None:
-        """Send these weights, listed in `specs`, to the servers. Collective: every rank exhausts the stream.
+        """Send the weights to the servers. Collective: every rank calls it and exhausts its stream.
 
         Servers are paused during the update. Those that are not dropped are always resumed. Raises NoServerLeft if no
         server holds the version afterwards.
+
+        specs: names, dtypes and shapes of all tensors, in the order of the stream. tensors: the stream of weights.
+        version: policy version of these weights.
         """
         stream, has_failed = iter(tensors), True
         try:
@@ -129,14 +134,17 @@ class WeightPublisher(abc.ABC):
 
     @property
     def _ranks_exchange_more(self) -> bool:
-        """True if ranks exchange more than the stream, so that one that only exhausts it would hang with the others."""
+        """True if publishing ranks communicate with each other beyond the collectives of the stream.
+
+        After a failure, a rank must then not exhaust the stream, because it and the other ranks would hang.
+        """
         return False
 
     def _follow(self, specs: list[TensorSpec], tensors: Tensors) -> None:  # noqa: B027
-        """Take part in a publication on a rank other than 0, apart from exhausting the stream."""
+        """Do what a rank other than 0 must do in a publication, except for exhausting the stream."""
 
     def _summed(self, specs: list[TensorSpec]) -> list[list[TensorSpec]]:
-        """Divide the stream into runs of tensors whose checksums are computed together."""
+        """Divide the specs into runs of consecutive tensors whose checksums are computed together."""
         return plan_buckets(specs, SUMMED_BYTES)
 
     @abc.abstractmethod
@@ -145,12 +153,12 @@ class WeightPublisher(abc.ABC):
     ) -> None: ...
 
     def close(self) -> None:  # noqa: B027
-        """Release what is kept between publications."""
+        """Release what the publisher keeps between publications, such as groups or files."""
 
     # -- servers
 
     def _forms(self) -> list[ChecksumForm]:
-        """Return the servers' checksum forms. Warn once about each server whose checksums cannot be reproduced here."""
+        """Return the servers' checksum forms. Warn once about each server whose checksums cannot be computed here."""
         forms = self.receiver.checksum_forms()
         for server in forms.keys() - self._known:
             if forms[server] is None:
@@ -159,7 +167,7 @@ class WeightPublisher(abc.ABC):
         return [form for form in forms.values() if form is not None]
 
     def _lose(self, reasons: dict[str, str]) -> None:
-        """Drop the servers that have a reason in `reasons`. Raises NoServerLeft if no server remains."""
+        """Drop servers. Raises NoServerLeft if no server remains. reasons: {server to drop: why}."""
         for server, reason in reasons.items():
             logger.error("weight publication %d: %s is dropped: %s", self.last.version, server, reason)
             self.receiver.drop(server, reason)
@@ -171,7 +179,10 @@ class WeightPublisher(abc.ABC):
             )
 
     def _collect(self, futures: dict[str, Future[Any]]) -> dict[str, Any]:
-        """Wait for every server's answer. Drop servers that fail or exceed the timeout."""
+        """Wait for every server's answer, and drop servers that fail or exceed the timeout.
+
+        futures: {server: future of its answer}. Return {server: answer} of the remaining servers.
+        """
         concurrent.futures.wait(futures.values(), timeout=self.timeout_s)
         self._lose(_failures(futures) | self._unfinished(futures))
         return {server: future.result() for server, future in futures.items() if server in self.receiver.server_ranks}
@@ -183,7 +194,7 @@ class WeightPublisher(abc.ABC):
         return late
 
     def _confirm(self, checksums: ExpectedChecksums) -> None:
-        """Compare the servers' checksums with those of the tensors sent. Drop servers that differ."""
+        """Compare the servers' checksums with those of the sent tensors. Drop servers whose checksums differ."""
         began = time.monotonic()
         forms = self.receiver.checksum_forms()
         answers: dict[str, HeldWeights] = self._collect(self.receiver.held_weights())
@@ -211,7 +222,11 @@ class WeightPublisher(abc.ABC):
         complete: Callable[[Sent], object],
         checksums: ExpectedChecksums,
     ) -> None:
-        """Pause the servers, send all shipments, compare checksums. Prepares a shipment while another is sent."""
+        """Pause the servers, send all shipments, and compare checksums. The caller resumes the servers.
+
+        The next shipment is prepared while one is sent. send: starts to send a shipment. complete: waits until what
+        `send` has returned has arrived.
+        """
         shipments = self._noting_gathers(shipments)
         shipment, version = next(shipments), self.last.version  # prepared while the servers still generate
         self._pause()
@@ -262,7 +277,7 @@ class WeightPublisher(abc.ABC):
 
 @dataclass
 class _Shipment:
-    """A round on the wire: one bucket from each sender."""
+    """A round that is being sent: one bucket from each sender."""
 
     number: int
     loads: dict[str, Future[None]]
@@ -270,7 +285,7 @@ class _Shipment:
 
 
 class GroupPublisher(WeightPublisher):
-    """Broadcasts buckets. Each sender shares a process group with all servers; only rank 0 talks to them over HTTP.
+    """Publishes by broadcasts. Each sender shares a process group with all servers. Only rank 0 talks HTTP to them.
 
     Without `stages`, rank 0 is the only sender. With `stages`, the head of each pipeline stage is a sender, and every
     rank publishes `HFExport.stream_of_stage`. A round is one bucket from each sender. Servers that can receive several
@@ -280,7 +295,7 @@ class GroupPublisher(WeightPublisher):
                            1: bucket 0 | bucket 1 |            has answered; on a failure `leave`, `join` and `send`
         servers                 round 0 | round 1  | ...       again, in new groups of the remaining members
 
-    The groups are kept between publications. If a member dies, all groups are abandoned.
+    The groups are kept between publications. If a member dies, all groups are abandoned and new ones are formed.
     """
 
     def __init__(
@@ -327,7 +342,7 @@ class GroupPublisher(WeightPublisher):
     # -- orders of rank 0 to the other senders
 
     def _tell(self, order: str, *details: Any) -> list[Any]:
-        """On rank 0, send an order to the other senders. Return their answers if the order is in ANSWERED."""
+        """Send an order from rank 0 to the other senders. If the order is in ANSWERED, return their answers."""
         if self.stages is None:
             return []
         group = self.stages.heads.group
@@ -338,7 +353,7 @@ class GroupPublisher(WeightPublisher):
         return answers[1:]
 
     def _follow(self, specs: list[TensorSpec], tensors: Tensors) -> None:
-        """On a sender other than rank 0, execute rank 0's orders until `end`."""
+        """Execute rank 0's orders until the order `end`. Runs on the senders other than rank 0."""
         if self.stages is None or self.stages.heads is None:
             return
         heads, sender, number = self.stages.heads, self.sender, -1
@@ -385,7 +400,10 @@ class GroupPublisher(WeightPublisher):
             yield piece
 
     def _is_hopeless(self) -> bool:
-        """Return True if rank 0 has abandoned the groups. A sender that waits for a server receives no orders."""
+        """Return True if rank 0 has abandoned the groups.
+
+        A sender must ask for this while it waits for a server, because it receives no orders then.
+        """
         return bool(c10d._get_default_store().check([self._names[0]]))
 
     def _sums(self, checksums: ExpectedChecksums) -> dict[ChecksumForm, dict[str, str]]:
@@ -398,14 +416,14 @@ class GroupPublisher(WeightPublisher):
     # -- a round
 
     def _rounds(self, tensors: Tensors) -> Iterator[tuple[int, Iterable[Tensor]]]:
-        """Yield each round's number and this rank's pieces. Iterating over the pieces gathers them."""
+        """Yield, for each round, its number and the tensors that this rank sends. Iterating over these gathers them."""
         filled = fill_buckets(self._parts[0], tensors)
         for number in range(max(map(len, self._parts))):
             yield number, next(filled, (None, ()))[1]
         next(filled, None)  # raises if the stream has unplanned tensors
 
     def _ship(self, number: int, pieces: Iterable[Tensor]) -> _Shipment:
-        """Send a round. Its pieces are gathered as they are sent."""
+        """Start to send a round. pieces: the tensors that this rank sends, which are gathered as they are sent."""
         self._join()
         deadline = time.monotonic() + self.timeout_s
         self._tell("send", number)
@@ -425,7 +443,10 @@ class GroupPublisher(WeightPublisher):
         return _Shipment(number, loads, deadline)
 
     def _complete(self, shipment: _Shipment) -> None:
-        """Wait until every server has the round. Drop servers that fail, and send the round again to the others."""
+        """Wait until every server has received the round.
+
+        If some servers fail, drop them and send the round to the others again.
+        """
         broken_before = False
         while not self._arrived(shipment):
             refused = _failures(shipment.loads)
@@ -440,7 +461,10 @@ class GroupPublisher(WeightPublisher):
             shipment = self._ship(shipment.number, list(self._shipped))
 
     def _arrived(self, shipment: _Shipment) -> bool:
-        """Wait for all answers and broadcasts. Return False on the first failure or at the deadline."""
+        """Wait for all answers and broadcasts of a round, and return True.
+
+        Return False at the first failure, or at the deadline.
+        """
         left_s = shipment.deadline - time.monotonic()
         loads = concurrent.futures.wait(
             shipment.loads.values(), timeout=left_s, return_when=concurrent.futures.FIRST_EXCEPTION
@@ -453,7 +477,7 @@ class GroupPublisher(WeightPublisher):
     # -- the groups
 
     def _join(self) -> None:
-        """Form groups with the current servers unless they exist already. Drop servers that do not join."""
+        """Form groups with the current servers, unless these groups exist already. Drop servers that do not join."""
         while self.sender.group is None or self._membership != self.receiver.membership:
             if self.sender.group is not None:
                 self._leave()
@@ -507,9 +531,10 @@ class GroupPublisher(WeightPublisher):
 
 
 def plan_buckets(specs: list[TensorSpec], bucket_bytes: int) -> list[list[TensorSpec]]:
-    """Divide the stream into buckets of one dtype and at most `bucket_bytes`. A larger tensor gets its own bucket.
+    """Divide the tensors of a stream into buckets, each of one dtype and at most `bucket_bytes` bytes.
 
-    A draft head's tensors are in other buckets than the policy's, because SGLang loads each bucket into one model.
+    A larger tensor gets a bucket of its own. No bucket has tensors of both the policy and a draft head, because SGLang
+    loads each bucket into one model.
     """
     buckets: list[list[TensorSpec]] = []
     size = 0
@@ -535,11 +560,11 @@ def is_flat(bucket: list[TensorSpec]) -> bool:
 def fill_buckets(
     buckets: list[list[TensorSpec]], tensors: Tensors
 ) -> Iterator[tuple[list[TensorSpec], Iterable[Tensor]]]:
-    """Yield each bucket with the tensors to send: its own, or all their bytes as one flat tensor, `[n]` uint8.
+    """Yield each bucket and what to send for it: its tensors, or if `is_flat`, a single one `[n]` uint8 of their bytes.
 
     For a bucket that is not flat, the first tensor is read from the stream at once and the others lazily. The caller
     must consume all of them before it asks for the next bucket. Flat buckets alternate between two buffers, so one is
-    filled while the other is sent. Raises ValueError if a tensor is not the planned one.
+    filled while the other is sent. Raises ValueError if the stream does not have the tensors of the buckets, in order.
     """
     size = max((bytes_of(bucket) for bucket in buckets if is_flat(bucket)), default=0)
     planned = as_planned(itertools.chain.from_iterable(buckets), tensors)
@@ -562,7 +587,7 @@ def fill_buckets(
 
 
 def as_planned(specs: Iterable[TensorSpec], tensors: Tensors) -> Iterator[Tensor]:
-    """Yield the tensors of a stream. Raises ValueError if one is not the planned one, or if more follow."""
+    """Yield the tensors of a stream. Raises ValueError if they are not those of `specs`, in the same order."""
     stream = iter(tensors)
     for spec in specs:
         yield _planned(stream, spec)  # no variable of this generator keeps the tensor
@@ -579,7 +604,7 @@ def _planned(stream: Iterator[tuple[str, Tensor]], spec: TensorSpec) -> Tensor:
 
 
 def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
-    """Return the servers that have failed so far, with the reasons."""
+    """Return {server: reason} for the servers whose calls have failed so far."""
     done = {server: future for server, future in futures.items() if future.done() and not future.cancelled()}
     return {server: str(future.exception()) for server, future in done.items() if future.exception() is not None}
 
@@ -588,10 +613,12 @@ def _failures(futures: dict[str, Future[Any]]) -> dict[str, str]:
 
 
 class DiskPublisher(WeightPublisher):
-    """Writes a HF folder and has the servers load it. Servers are paused only while they load.
+    """Publishes through a disk: writes a HF folder and has the servers load it. They are paused only while they load.
 
-    folder: where to write the versions. Servers must be able to read it. It keeps the last version.
-    carried: function that yields further tensors, which each version's folder has unchanged.
+    folder: folder in which each version gets a subfolder. Servers must be able to read it. Only the last version is
+    kept.
+    model_folder: the model's folder, whose other files are copied into each version.
+    carried: function that yields (name, tensor) of further tensors, which are written unchanged into each version.
     """
 
     def __init__(
@@ -642,15 +669,16 @@ class DiskPublisher(WeightPublisher):
 
 
 class AdapterPublisher(DiskPublisher):
-    """Writes only the adapters, in PEFT's format. Servers keep the base weights and apply the adapters on top.
+    """Publishes only the adapters: writes them to a folder in PEFT's format. Servers add them to the base weights.
 
-    The folder also has checksums, which servers compare with what they read. SGLang does so only if the run started it.
+    Checksums are written next to the adapters. Servers compare them with what they read, but an SGLang server does so
+    only if the run started it.
     """
 
     def __init__(
         self, receiver: WeightReceiver | None, *, arch: Architecture, lora: LoraConfig, **options: Any
     ) -> None:
-        """options: those of DiskPublisher."""
+        """options: further arguments of DiskPublisher."""
         super().__init__(receiver, **options)
         self.arch, self.lora = arch, lora
 
@@ -658,7 +686,7 @@ class AdapterPublisher(DiskPublisher):
         return []
 
     def _confirm(self, checksums: ExpectedChecksums) -> None:
-        """Do nothing: the servers' checksums cover the base weights, which no publication changes."""
+        """Do nothing, because the servers' checksums cover only the base weights, which no publication changes."""
 
     def _load(self, target: Path, version: int) -> dict[str, Future[None]]:
         return self.receiver.load_adapters(target, version)

@@ -12,16 +12,16 @@ PUBLISHED = {
     "qwen3-30b-a3b": "Qwen/Qwen3-30B-A3B",
     "qwen3-235b-a22b": "Qwen/Qwen3-235B-A22B",
 }
-"""Folder name in models/ -> name on the Hub, for the models that configs use."""
+"""{folder name in models/: name on the Hub} of the models that configs use."""
 SMOLLM2 = "smollm2-135m-instruct"
 OUR_FOLDERS = ("checkpoints", "configs", "data", "models", "runs")
 """Folders that runs use. A path below one is never taken for a Hub name, even if the folder does not exist yet."""
 
 
 def hub_name(path: str) -> str:
-    """Return the Hub name of the model at a path, or the placeholder `OWNER/NAME` if it is unknown.
+    """Return the Hub name of the model at a path, or the placeholder `OWNER/NAME` if the name is unknown.
 
-    A path with two components counts as a Hub name, unless the first is a folder.
+    A path of the form A/B is itself taken for a Hub name, unless A is a folder.
     """
     if known := PUBLISHED.get(Path(path).name.lower()):
         return known
@@ -31,9 +31,9 @@ def hub_name(path: str) -> str:
 
 
 def how_to_fetch(path: str) -> str:
-    """Return the command that creates the model folder at `path`, for a message.
+    """Return words for a message: the command that creates a missing model folder at `path`.
 
-    If the command creates a folder other than `path`, the text also says which model.path to set.
+    If the command creates another folder, the words also say which model.path to set.
     """
     name = Path(path).name.lower()
     if name == SMOLLM2:

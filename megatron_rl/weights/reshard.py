@@ -1,7 +1,7 @@
 """Convert between a live model's Megatron shards and HF tensors: load slices, or export a stream of whole tensors.
 
-Export handles one tensor at a time, in an order planned once. This module needs only named parameters and the layout;
-it neither builds nor trains models.
+Export handles one tensor at a time, in an order that is planned once. This module neither builds nor trains models. It
+needs only a model's named parameters and the parallel layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Entry = tuple[Tensor, Rule]
 
 
 def rules_of(model: nn.Module, arch: Architecture) -> Iterator[Entry]:
-    """Yield (tensor, rule) for each parameter of a model chunk except adapters, and for each router's bias."""
+    """Yield (tensor, rule) for each parameter of a model chunk that is no adapter's, and for each router's bias."""
     # A router's bias is updated from token counts, not gradients, so it is a buffer in Megatron. HF files contain it.
     biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
     own = ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
@@ -40,7 +40,10 @@ def rules_of(model: nn.Module, arch: Architecture) -> Iterator[Entry]:
 
 
 def place_of(name: str, model: nn.Module) -> tuple[str, int | None]:
-    """Return (name within the layer, the layer's global number from 0), or (name, None) for parameters of no layer."""
+    """Return a parameter's name within its layer and the layer's global number, from 0.
+
+    If the parameter is in no layer, return its name unchanged and None.
+    """
     if match := _LAYER.fullmatch(name):
         # The name counts layers within this chunk; `layer_number` counts over the whole model, from 1.
         return match[2], model.decoder.layers[int(match[1])].layer_number - 1
@@ -48,7 +51,10 @@ def place_of(name: str, model: nn.Module) -> tuple[str, int | None]:
 
 
 def _all_rules(chunks: list[Any], arch: Architecture, lora: LoraConfig | None) -> Iterator[Entry]:
-    """Yield (tensor, rule) for each parameter of all chunks except adapters, or with `lora` for each adapter's."""
+    """Yield (tensor, rule) for each parameter of all chunks, without those of adapters.
+
+    If `lora` is given, do so for the parameters of adapters only.
+    """
     for chunk in chunks:
         if lora is None:
             yield from rules_of(chunk, arch)
@@ -63,10 +69,10 @@ def _all_rules(chunks: list[Any], arch: Architecture, lora: LoraConfig | None) -
 def load_shards(
     chunks: list[Any], source: WeightSource, arch: Architecture, groups: ParallelGroups, lora: LoraConfig | None = None
 ) -> None:
-    """Load this rank's slices from the source into its model chunks, or with `lora` into their adapters.
+    """Load this rank's slices from the source into its model chunks.
 
-    Collective: every rank calls it. Ranks that hold the same shard read different parameters of it in parallel, and
-    broadcast them to each other.
+    If `lora` is given, only the chunks' adapters are loaded. Collective: every rank calls it. Ranks that hold the same
+    shard read different parameters of it in parallel, and broadcast them to each other.
     """
 
     def order(entry: tuple[Tensor, Rule]) -> tuple[bool, int]:
@@ -96,11 +102,12 @@ class HFExport:
         export = HFExport(model_chunks, arch, groups)
         publisher.publish(export.specs, export.stream(), version=7)
 
-    chunks: [] on ranks whose pipeline stage has nothing to export.
+    chunks: this rank's model chunks; [] on ranks whose pipeline stage has nothing to export.
     lora: if given, the adapters are exported instead of the model.
-    shard_of: maps a parameter to the tensor that is sent, for example the parameter with its adapter merged.
-    whole: yields further tensors, which every rank has whole. They follow those of the first stage.
-    device: device of tensors that arrive from other stages. None: that of the chunks' parameters.
+    shard_of: function from a parameter to the tensor that is sent for it, such as one with the adapter merged.
+    whole: function that yields (name, tensor) of further tensors, which every rank has whole. In the stream they follow
+    the tensors of the first stage.
+    device: device for tensors that arrive from other stages; None for that of the chunks' parameters.
     """
 
     def __init__(
@@ -135,9 +142,9 @@ class HFExport:
         stages: list[Any] = [None] * groups.pipeline.size
         dist.all_gather_object(stages, list(self._own_specs()), group=groups.pipeline.group)
         self.stages: list[list[TensorSpec]] = stages
-        """HF tensors of each pipeline stage."""
+        """For each pipeline stage, the specs of its HF tensors in the order of the stream; the same on all ranks."""
         self.specs = list(itertools.chain.from_iterable(stages))
-        """Every HF tensor in the order of the stream; the same on all ranks."""
+        """The specs of all HF tensors in the order of the stream; the same on all ranks."""
 
     def _own_specs(self) -> Iterator[TensorSpec]:
         # Same order as `_joined` and `_experts_of_all_ranks`: a tensor is identified by its place in the stream.
@@ -151,18 +158,19 @@ class HFExport:
             yield TensorSpec(name, tensor.dtype, tuple(tensor.shape))
 
     def stream(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every full HF tensor on global rank 0, in the order of `specs`. Other ranks only contribute shards.
+        """Yield (name, whole HF tensor) for all tensors, in the order of `specs`, on global rank 0.
 
-        Each tensor is joined over the tensor axis, sent from its pipeline stage's head to rank 0, and released. Experts
-        are first joined over the expert-tensor axis and sent to their stage's head.
+        Other ranks contribute their shards and yield nothing. Each tensor is joined over the tensor axis, sent from its
+        pipeline stage's head to rank 0, and released. Experts are first joined over the expert-tensor axis and sent to
+        their stage's head.
         """
         return ((name, tensor) for name, tensor in self.stream_in_step() if tensor is not None)
 
     @torch.no_grad()
     def stream_of_stage(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this stage's HF tensors on its head, in the order of `stages`, without waiting for other stages.
+        """Yield (name, whole HF tensor) for this pipeline stage's tensors, in the order of `stages`, on its head.
 
-        The stage's other ranks take part and yield nothing.
+        The stage's other ranks take part and yield nothing. No stage waits for another.
         """
         own = self.stages[self.groups.pipeline.rank]
         for spec, tensor in zip(own, self._joined(), strict=True):
@@ -171,7 +179,7 @@ class HFExport:
 
     @torch.no_grad()
     def stream_in_step(self) -> Iterator[tuple[str, Tensor | None]]:
-        """Like `stream`, but ranks other than 0 yield None for each tensor, after they have contributed to it.
+        """Yield the same as `stream` on rank 0. Other ranks yield (name, None) once they have contributed to a tensor.
 
         So all ranks are at the same place in the stream and can run other collectives between two tensors.
         """
@@ -188,9 +196,9 @@ class HFExport:
                 yield spec.name, tensor
 
     def _joined(self) -> Iterator[Tensor | None]:
-        """Yield the stage's HF tensors on its head, and None on all other ranks.
+        """Yield this stage's whole HF tensors on its head. All other ranks of the stage yield None for each tensor.
 
-        The other ranks of the first replica contribute their shards; further replicas do nothing.
+        The other ranks of the first replica contribute their shards. Ranks of further replicas only yield.
         """
         groups = self.groups
         for batch in self._plan:
@@ -209,9 +217,10 @@ class HFExport:
             yield tensor if _is_stage_head(groups) else None
 
     def _experts_of_all_ranks(self, batch: list[Entry]) -> Iterator[Tensor | None]:
-        """On the first expert rank, yield this batch of every expert rank in turn. On others, yield None each time.
+        """Yield the experts in this batch of every rank of the expert axis, one rank after the other, as HF tensors.
 
-        A rank's batch is sent as one message, because a single expert is too small to fill a link.
+        Only the first expert rank yields tensors; the others yield None in place of each tensor. A rank's batch is sent
+        as one message, because a single expert is too small to fill a link.
         """
         groups = self.groups
         axis, is_first_replica = groups.expert, groups.expert_data.rank == 0
@@ -246,7 +255,7 @@ def _first_expert(expert_rank: int, arch: Architecture, groups: ParallelGroups) 
 
 
 def _is_stage_head(groups: ParallelGroups) -> bool:
-    """Return True on a pipeline stage's head.
+    """Return True if this rank is its pipeline stage's head.
 
     A rank that is rank 0 of the tensor and the data-context axis is also rank 0 of all other axes in the stage.
     """
@@ -254,9 +263,10 @@ def _is_stage_head(groups: ParallelGroups) -> bool:
 
 
 def _batches(plan: list[Entry]) -> Iterator[list[Entry]]:
-    """Divide the plan into batches to gather at once: a layer's experts of one kind together, the rest one by one.
+    """Divide the plan into batches, each of which is gathered at once.
 
-    A batch has at most EXPERTS_BYTES, unless one HF tensor stacks its experts.
+    A batch has one parameter, or the parameters of one kind of a layer's experts. It has at most EXPERTS_BYTES bytes,
+    unless one HF tensor stacks its experts.
     """
     batch: list[Entry] = []
     for parameter, rule in plan:

@@ -7,7 +7,7 @@ from megatron_rl.weights.architecture import Architecture
 
 
 def route_form(arch: Architecture, replay: str) -> RouteForm | None:
-    """Return the route format for `algo.routing_replay = replay`, or None if it is off.
+    """Return the format of expert routes for a value of `algo.routing_replay`, or None if replay is off.
 
     Raises ValueError if the model has no experts, or too many for the format.
     """

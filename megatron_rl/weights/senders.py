@@ -1,4 +1,4 @@
-"""The trainer ranks that send weights: a rank's process group with the servers, and the heads of pipeline stages."""
+"""The trainer ranks that send weights: a sender's process group with the servers, and the heads of pipeline stages."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class StageHeads:
     """The senders of a pipelined model: the first rank of each stage."""
 
     heads: Axis | None
-    """Axis of the stage heads, with a gloo group, so that orders never wait for a GPU kernel. None on other ranks."""
+    """Axis of all stage heads. Its group uses gloo, so that orders never wait for a GPU kernel. None on other ranks."""
     specs: Sequence[list[TensorSpec]]
-    """HF tensors of each stage, in stream order."""
+    """For each stage, the specs of its HF tensors in the order of the stream."""
     own_stage: int
     address_towards: Callable[[str], str]
-    """Function that returns the address at which the given host reaches this rank's host."""
+    """Function from a host's name to the address at which that host reaches this rank's host."""
 
     @property
     def own_specs(self) -> list[TensorSpec]:
@@ -52,7 +52,10 @@ class Sender:
         self._is_whole = True  # all pieces of the last round were put on the wire
 
     def join(self, listener: socket.socket, name: str, world_size: int, is_hopeless: Callable[[], bool]) -> None:
-        """Form the group, with its store on `listener`. Raises TimeoutError once `is_hopeless()` returns True."""
+        """Form the group `name`, whose store listens on `listener`. Raises TimeoutError once `is_hopeless()` is True.
+
+        world_size: number of ranks in the group, including this one.
+        """
         address, port = listener.getsockname()
         place = {"address": address, "port": port, "rank": 0, "world_size": world_size, "listener": listener}
         options = {"backend": self.backend, "timeout_s": self.timeout_s, "is_hopeless": is_hopeless}
@@ -60,14 +63,17 @@ class Sender:
         self._is_connected = self.backend == "gloo"
 
     def send_all(self, pieces: Iterable[Tensor], is_hopeless: Callable[[], bool]) -> None:
-        """Start a broadcast of each piece as it is yielded. All pieces are consumed, even if the group is broken."""
+        """Start a broadcast of each piece as it is yielded. All pieces are consumed, even if the group is broken.
+
+        is_hopeless: no further broadcast is started once this function returns True.
+        """
         is_sent = True
         for piece in pieces:
             is_sent = is_sent and self.group is not None and self._send(piece, is_hopeless)
         self._is_whole = is_sent
 
     def _send(self, piece: Tensor, is_hopeless: Callable[[], bool]) -> bool:
-        """Start a broadcast. Return False if the group is broken, or once `is_hopeless()` returns True."""
+        """Start a broadcast and return True. Return False if the group is broken, or once `is_hopeless()` is True."""
         sending: Future[dist.Work] = Future()
         group = self.group
 
@@ -92,7 +98,7 @@ class Sender:
         return True
 
     def settle(self) -> bool:
-        """Wait for all broadcasts in flight. Return True if every piece of the round was sent and arrived."""
+        """Wait for all broadcasts in flight. Return True if every piece of the last `send_all` was sent and arrived."""
         try:
             for broadcast in self.on_wire:
                 broadcast.wait()
@@ -103,7 +109,7 @@ class Sender:
         return self._is_whole
 
     def leave(self) -> None:
-        """Leave the group, which may be broken. Does nothing if there is none."""
+        """Leave the group, which may be broken. Does nothing if this rank is in no group."""
         if self.group is None:
             return
         left: list[Any] = [self.group, self.on_wire]

@@ -1,12 +1,12 @@
 """Compute SGLang's weight checksums (`/weights_checker`) from the HF tensors that are sent to it.
 
-SGLang hashes the tensors that each tensor-parallel rank keeps: q, k and v as one tensor, gate and up as one, and an
-embedding with padded rows. On a CPU the hash is SHA-256. On a GPU it is SGLang's kernel `gpu_tensor_hash`, which
-`ops.tile_hashes` reproduces. SGLang keeps all experts of a layer as two tensors. These are hashed slice by slice, as
-their experts arrive.
+SGLang hashes the tensors that each tensor-parallel rank keeps. It keeps q, k and v as one tensor, gate and up as one
+tensor, and an embedding with padded rows. On a CPU the hash is SHA-256. On a GPU the kernel `gpu_tensor_hash` computes
+it, which `ops.tile_hashes` reproduces. SGLang keeps all experts of a layer as two tensors. Here these are hashed slice
+by slice, as their experts arrive.
 
-Only tensors that can be compared are hashed. Tensors that SGLang stores in other ways are skipped. With several ranks,
-only projections, experts, embeddings and norms are hashed.
+Tensors are skipped if it is unknown how SGLang stores them. If the server has several ranks, only projections, experts,
+embeddings and norms are hashed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,25 @@ from megatron_rl.ops import HASH_TILE_BYTES, tile_hashes
 from megatron_rl.weights.draft_files import name_in_sglang
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""SGLang's fused name -> its HF parts, in order."""
+"""{SGLang's name of a fused tensor: HF names of its parts, in order}."""
 SPLIT_BY_ROWS = {part for parts in FUSED.values() for part in parts}
 SPLIT_BY_COLUMNS = {"o_proj", "down_proj"}
 EMBEDDINGS = {"embed_tokens", "lm_head"}
 VOCAB_MULTIPLE = 64
-"""SGLang pads an embedding's rows to a multiple of this."""
+"""SGLang pads the number of an embedding's rows to a multiple of this."""
 EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(\w+)\.weight")
 OF_EXPERTS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
-"""SGLang's name of a tensor with all experts of a layer -> each expert's HF parts, stacked by rows."""
+"""{SGLang's name of a tensor with all experts of a layer: HF names of each expert's parts}. The parts are stacked by
+rows."""
 MIXTRAL = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
-"""Mixtral's names of an expert's parts -> the usual HF names."""
+"""{Mixtral's name of a part of an expert: the usual HF name}."""
 
 
 class Piece(NamedTuple):
-    """One rank's part of an expert's matrix: piece `number` of the tensor that holds all experts of the rank.
+    """One rank's part of an expert's matrix.
 
-    That tensor, called `name` in SGLang, has `count` pieces of equal size, stacked by rows.
+    It is piece `number` of the tensor that holds all experts of the rank. That tensor, called `name` in SGLang, has
+    `count` pieces of equal size, stacked by rows.
     """
 
     name: str
@@ -51,7 +53,10 @@ class Piece(NamedTuple):
 
 
 class SGLangChecksums:
-    """The checksums that servers of one form must report once they hold all tensors passed to `add`, in any order."""
+    """The checksums that servers of one form must report after they have received the tensors passed to `add`.
+
+    The tensors may be passed in any order.
+    """
 
     def __init__(self, form: ChecksumForm) -> None:
         self.form = form
@@ -61,7 +66,7 @@ class SGLangChecksums:
         self._sums: list[tuple[list[str], Tensor]] = []  # per kernel launch: names, and sums of tensors or slices
 
     def add(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Hash all tensors and slices that are now complete. Does not synchronise with a GPU; `of` does."""
+        """Take HF tensors, and hash each of SGLang's tensors that they complete. Does not wait for a GPU; `of` does."""
         kept: list[tuple[str, list[Tensor]]] = []
         slices: list[tuple[int, int]] = []
         for hf_name, tensor in tensors:
@@ -86,7 +91,10 @@ class SGLangChecksums:
             self._sums.append(([name for name, _ in kept], tile_hashes([parts for _, parts in kept], slices)))
 
     def _pieces_on_ranks(self, expert: re.Match[str], tensor: Tensor) -> Iterator[Piece]:
-        """Yield an expert's piece on each rank that holds part of it, or nothing if SGLang's storage is unknown."""
+        """Yield, for each rank that holds a part of an expert's matrix, this part as a Piece.
+
+        Yield nothing if it is unknown how SGLang stores the matrix. expert: match of EXPERT with the matrix's name.
+        """
         form, (layer, number, leaf) = self.form, expert.groups()
         leaf = MIXTRAL.get(leaf, leaf)
         kind = next((kind for kind, parts in OF_EXPERTS.items() if leaf in parts), None)
@@ -102,13 +110,16 @@ class SGLangChecksums:
             yield Piece(name, place * len(parts) + parts.index(leaf), count, part)
 
     def _completed(self, name: str, number: str | int, part: Tensor, count: int) -> dict[str | int, Tensor]:
-        """Store a part of a tensor. If it was the last of `count`, return all by number, else an empty dict."""
+        """Store a part of the tensor `name`. If all `count` parts are stored now, return {number: part}, else {}."""
         found = self._parts.setdefault(name, {})
         found[number] = part
         return self._parts.pop(name) if len(found) == count else {}
 
     def _whole(self, name: str, tensor: Tensor) -> Iterator[tuple[str, dict[str, Tensor]]]:
-        """Yield SGLang's name and HF parts of the tensor that this one completes, or nothing if parts are missing."""
+        """Yield SGLang's tensor that the HF tensor `name` completes: its name, and {last component of HF name: part}.
+
+        Yield nothing if further parts are missing, or if the tensor cannot be compared.
+        """
         module, _, leaf = name.rpartition(".")
         parent, _, last = module.rpartition(".")
         if leaf == "sinks":  # in float32 or bfloat16, as the attention kernel wants them, whatever the model's dtype
@@ -123,9 +134,9 @@ class SGLangChecksums:
         yield name, {last: tensor}
 
     def _kept_by_ranks(self, name: str, parts: dict[str, Tensor]) -> Iterator[list[Tensor]]:
-        """Yield, rank by rank, the tensors that SGLang concatenates by rows on that rank.
+        """Yield, for each rank, the tensors that SGLang concatenates by rows to the rank's part of the tensor `name`.
 
-        Yields nothing if it is unknown how SGLang stores them.
+        Yield nothing if it is unknown how SGLang stores the tensor. parts: as from `_whole`.
         """
         ranks, kv_heads = self.form.ranks, self.form.kv_heads
         (last, first), is_weight = next(iter(parts.items())), name.endswith(".weight")
@@ -162,7 +173,7 @@ def _padded(embedding: Tensor, ranks: int) -> Tensor:
 
 
 def _cpu_hash(parts: list[Tensor]) -> str:
-    """Return the first eight bytes of the SHA-256, in hex."""
+    """Return the first eight bytes, in hex, of the SHA-256 of the parts' concatenated bytes."""
     found = hashlib.sha256()
     for part in parts:
         found.update(part.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
@@ -170,7 +181,7 @@ def _cpu_hash(parts: list[Tensor]) -> str:
 
 
 def gpu_hash(total: int) -> str:
-    """Return SGLang's checksum (hex) of a tensor from its `tile_hashes` sum."""
+    """Return SGLang's checksum of a tensor, in hex. total: the tensor's result of `tile_hashes`."""
     mask = (1 << 64) - 1
     value = total & mask
     for turn, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):

@@ -1,11 +1,12 @@
 """Weight loaders that an unmodified SGLang server calls in its own processes, and the messages sent to them.
 
-The loaders use SGLang's own hook. A server started with `--custom-weight-loader FUNCTION` calls that function for
-`/update_weights_from_tensor` requests whose load_format is the function's name. SGLang calls it on every rank.
+The loaders use a hook of SGLang. A server started with `--custom-weight-loader FUNCTION` calls that function for
+`/update_weights_from_tensor` requests whose load_format is the function's name. It calls it on each of its ranks.
 
 `load_changes` applies changes to the weights that the server holds. SGLang fuses tensors and shards them over ranks, so
-the model's own `load_weights` decides where numbers go. That method gets tensors of changes instead of weights. Each
-copy into a weight is intercepted: differences are added, and new values are written only where a number changed.
+the model's own method `load_weights` must decide where numbers go. `load_changes` calls that method with tensors of
+changes instead of weights, and intercepts each copy into a weight: differences are added, and new values are written
+only where a number changed.
 
 `load_round` receives buckets from several senders at the same time; SGLang's own loader takes one after the other.
 
@@ -35,11 +36,15 @@ from megatron_rl.weights.draft_files import PREFIX, SGLANG_CLASS
 from megatron_rl.weights.update_group import TensorSpec, unpack_bucket
 
 UNCHANGED = -1
-"""Bits that mark an unchanged number in a tensor of new values: a NaN that no computation produces."""
+"""Integer whose bits mark an unchanged number in a tensor of new values. As a float it is a NaN that no computation
+produces."""
 
 
 def pickled_parts(body: bytes, ranks: int) -> list[str]:
-    """Split a packed body into one equal, pickled part per rank of a server. `load_changes` joins them again."""
+    """Split a body made by `pack` into parts of equal size, one per rank of a server, and return each part pickled.
+
+    `load_changes` joins them again.
+    """
     size = -(-len(body) // ranks)
     data = torch.frombuffer(bytearray(body.ljust(size * ranks, b"\0")), dtype=torch.uint8)
     # Cloned, because pickling a view pickles its whole storage.
@@ -47,17 +52,23 @@ def pickled_parts(body: bytes, ranks: int) -> list[str]:
 
 
 def pickled(name: str, tensor: Tensor) -> str:
-    """Return an entry of `serialized_named_tensors` with the tensor's bytes, not a handle to its memory."""
+    """Return an entry for the field `serialized_named_tensors` of an SGLang request.
+
+    The entry contains the tensor's bytes, not a handle to its memory.
+    """
     return base64.b64encode(pickle.dumps([(name, tensor)])).decode()
 
 
 def pickled_round(buckets: list[dict[str, Any]]) -> str:
-    """Return the message that describes a round to each rank. The bytes travel separately, in the senders' groups."""
+    """Return the message that describes a round of buckets to each rank of a server. `load_round` reads it.
+
+    The buckets' bytes are not in the message; they are broadcast in the senders' groups.
+    """
     return pickled(json.dumps(buckets), torch.empty(0))
 
 
 def load_changes(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Apply a packed body of changes to a model's weights. named_tensors: this rank's part of the body."""
+    """Apply a body of changes to a model's weights. named_tensors: this rank's part of the body (`pickled_parts`)."""
     ((_, part),) = named_tensors
     parts = [part]
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -73,7 +84,10 @@ def load_changes(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def _tensors_of_changes(runs: list[Run], is_added: bool, device: torch.device) -> Iterator[tuple[str, Tensor]]:
-    """Yield a full-size tensor of changes for each tensor that has runs of this kind (differences or new values)."""
+    """Yield (name, tensor of changes) for each tensor with runs of one kind: differences if `is_added`, or new values.
+
+    The tensor of changes is as large as the tensor itself. Unchanged numbers are 0 or UNCHANGED in it.
+    """
     chosen = [run for run in runs if (run.change.values == "added") == is_added]
     for name in dict.fromkeys(run.name for run in chosen):
         own = [run for run in chosen if run.name == name]
@@ -86,7 +100,10 @@ def _tensors_of_changes(runs: list[Run], is_added: bool, device: torch.device) -
 
 
 def load_round(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Receive buckets from several groups at once and load them in turn."""
+    """Receive the buckets of a round from several groups at the same time, and load one after the other.
+
+    named_tensors: one pair, whose name is the message that describes the round (`pickled_round`).
+    """
     ((told, empty),) = named_tensors
     groups = {str(name): group for group, name in c10d._world.pg_names.items()}
     arriving = []
@@ -109,7 +126,7 @@ def load_round(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def load_folder(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Load all tensors of a folder. named_tensors: one pair, whose name is the folder's path; its tensor is not used.
+    """Load all tensors of a folder. named_tensors: one pair, whose name is the folder's path. Its tensor is not used.
 
     Raises FileNotFoundError if the folder has no tensors.
     """
@@ -122,7 +139,7 @@ def load_folder(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 class _Merging(TorchFunctionMode):
-    """Mode in which `Tensor.copy_` applies the source's bits to the target as changes instead of overwriting it."""
+    """Context in which `Tensor.copy_` takes its source for changes and applies them to the target."""
 
     def __init__(self, is_added: bool) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """Buckets of weights in memory shared by trainer and servers of one host: CUDA IPC on a GPU, /dev/shm on a CPU.
 
-The trainer creates a bucket, fills it and keeps it until every server has read it. A server maps the same memory by the
-bucket's handle, which is plain JSON: the embedded server never unpickles data from the network. SGLang instead rebuilds
-the tensor from a pickle (in the format of SGLang 0.5.19 and 0.5.21).
+The trainer creates a bucket, fills it and keeps it until every server has read it. An embedded server maps the same
+memory by the bucket's handle. The handle is plain JSON, so that this server never unpickles data from the network. An
+SGLang server rebuilds the bucket's tensor from a pickle, in the format of SGLang 0.5.19 and 0.5.21.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SharedBucket:
         self.file = SHARED_FILES / storage._share_filename_cpu_()[1].decode().lstrip("/")
 
     def handle(self) -> dict[str, Any]:
-        """Return a handle for `open_bucket`. On a GPU each handle serves one reader."""
+        """Return a handle for `open_bucket`. On a GPU each reader needs its own handle."""
         if self.file is not None:
             # torch stores a reference count before the bytes.
             return {"file": self.file.name, "offset": self.file.stat().st_size - self.flat.numel()}
@@ -72,9 +72,9 @@ class SharedBucket:
         return {"gpu": str(torch.cuda.get_device_properties(device).uuid), "parts": coded}
 
     def pickled(self, specs: Sequence[TensorSpec]) -> str:
-        """Return an entry of `serialized_named_tensors` for one SGLang rank. Each entry serves one reader.
+        """Return an entry for the field `serialized_named_tensors` of an SGLang request. Each rank needs its own entry.
 
-        A draft head's tensors have the names that SGLang's model of the head expects.
+        In the entry, a draft head's tensors have the names that SGLang's model of the head expects.
         """
         metadata, start = [], 0
         for spec in specs:
@@ -102,10 +102,10 @@ class SharedBucket:
 
 @contextlib.contextmanager
 def without_expandable_segments() -> Iterator[None]:
-    """Allocate memory in this block that other processes can open, even if PYTORCH_ALLOC_CONF says expandable_segments.
+    """Turn off expandable_segments in this block, so that other processes can open the GPU memory allocated in it.
 
     The handle of an expandable segment is a file descriptor. A reader would have to take it from this process
-    (pidfd_getfd), and containers, or kernels with Yama's default, do not permit this.
+    (pidfd_getfd). Containers do not permit this, and neither do kernels with Yama's default.
     """
     settings = torch._C._accelerator_getAllocatorSettings()
     if not EXPANDABLE.search(settings):
@@ -140,9 +140,9 @@ class _SharingPickler(pickle.Pickler):
 
 
 def open_bucket(handle: dict[str, Any], nbytes: int) -> Tensor:
-    """Map the first `nbytes` of a handle's bucket and return them as `[nbytes]` uint8, for reading only.
+    """Map the first `nbytes` of a bucket and return them as a tensor `[nbytes]` uint8, which must only be read.
 
-    The memory is released with the tensor. Raises ValueError if the handle is not valid here.
+    The memory is released with the tensor. Raises ValueError if the handle is not valid on this host.
     """
     if "gpu" in handle:
         return _open_on_gpu(handle)[:nbytes]

@@ -1,8 +1,8 @@
 """Convert between Megatron parameters and HF tensors: layouts, and the rules that many model families share.
 
-A Rule maps a Megatron parameter to HF tensors, and its layout converts them. `load` reads one tensor-parallel rank's
-shard from the HF tensors; `export` joins all shards into HF tensors again. Tests check that the round trip returns the
-same bits.
+A Rule maps a Megatron parameter to HF tensors, and its layout converts them. The layout's `load` reads the shard of one
+tensor-parallel rank from the HF tensors. Its `export` joins all shards into HF tensors again. Tests check that the
+round trip returns the same bits.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class WeightSource(Protocol):
     """Named HF tensors that can be read by rows or columns."""
 
     def read(self, name: str, dim: int, start: int, stop: int) -> Tensor:
-        """Return the slice `[start, stop)` of dimension `dim` (0 for 1-D tensors)."""
+        """Return the slice `[start, stop)` of the tensor `name` along `dim`: 0 for rows, 1 for columns."""
 
 
 def _joined(shards: list[Tensor], dim: int = 0) -> Tensor:
@@ -45,7 +45,10 @@ class Replicated:
 
 
 class VocabRows:
-    """Layout of vocabulary rows, padded with zeros to a multiple of the tensor-parallel size, split in rank order."""
+    """Layout of matrices with one row per token of the vocabulary: split by rows over the tensor-parallel ranks.
+
+    Rows of zeros are added until the ranks have equally many.
+    """
 
     split_dim: int | None = 0
 
@@ -62,7 +65,7 @@ class VocabRows:
 
 
 class Rows:
-    """Layout of column-parallel linear layers: split along the output dimension."""
+    """Layout of column-parallel linear layers: the matrix is split along the output dimension, that is by rows."""
 
     split_dim: int | None = 0
 
@@ -74,7 +77,7 @@ class Rows:
 
 
 class Columns:
-    """Layout of row-parallel linear layers: split along the input dimension."""
+    """Layout of row-parallel linear layers: the matrix is split along the input dimension, that is by columns."""
 
     split_dim: int | None = 1
 
@@ -86,11 +89,14 @@ class Columns:
 
 
 Place = tuple[str, int]
-"""Name of an HF tensor, and number of the row in it at which a part of a parameter begins."""
+"""(Name of an HF tensor, number of its row at which a part of a parameter begins)."""
 
 
 class GateUp:
-    """Gate and up projections as one parameter: a rank has [its gate rows; its up rows], not a slice of [gate; up]."""
+    """Layout of gate and up projections as one parameter.
+
+    A rank's shard is [its rows of gate; its rows of up], which is no slice of [gate; up].
+    """
 
     split_dim: int | None = 0
 
@@ -139,10 +145,10 @@ class TransposedColumns(Columns):
 
 
 class Part(NamedTuple):
-    """Rows of one HF tensor that belong to a group of heads.
+    """Rows of one HF tensor that belong to a group of heads, described for all groups at once.
 
-    In group number `group`, they are the `rows` rows that start at row `start + group * stride`. tensor: index of the
-    HF tensor in the rule.
+    The rows of group `group` (from 0) are the `rows` consecutive rows from row `start + group * stride` on.
+    tensor: index of the HF tensor in the rule's `hf`.
     """
 
     tensor: int
@@ -152,10 +158,10 @@ class Part(NamedTuple):
 
 
 class HeadGroups:
-    """Layout whose rows are ordered by group of heads, then as in `parts`. Ranks hold equal runs of rows.
+    """Layout of a parameter whose rows are ordered by group of heads, and within a group by part.
 
-    parts: function from an architecture to the number of groups and the parts of a group. Over all groups, the parts
-    cover all rows of the HF tensors.
+    Each tensor-parallel rank holds an equal run of rows. parts: function from an architecture to the number of groups
+    and the parts of a group. The parts of all groups together cover all rows of the HF tensors.
     """
 
     split_dim: int | None = 0
@@ -192,14 +198,17 @@ class HeadGroups:
 
 
 def query_key_value(arch: Architecture) -> tuple[int, list[Part]]:
-    """Return the parts of each KV group for attention: its query heads, key and value, from a tensor each."""
+    """Return the number of KV groups, and the parts of each group: its query heads, its key and its value.
+
+    They come from three HF tensors. For use as `HeadGroups.parts`.
+    """
     queries, width = arch.heads // arch.kv_heads * arch.head_dim, arch.head_dim
     return arch.kv_heads, [Part(0, 0, queries, queries), Part(1, 0, width, width), Part(2, 0, width, width)]
 
 
 @dataclass(frozen=True)
 class ExpertOfStack:
-    """Source for one expert, read from tensors whose first dimension counts the layer's experts."""
+    """Source of the weights of one expert, which reads tensors whose first dimension counts the layer's experts."""
 
     stack: WeightSource
     number: int
@@ -216,13 +225,13 @@ class Rule:
         rule.names()  # ["model.layers.3.mlp.gate_proj.weight", "model.layers.3.mlp.up_proj.weight"]
         shard = rule.load(source, shape, rank=0, size=2, arch=arch)
 
-    hf: tensor name -> its dimensions, as words that `mapping.sizes` translates to numbers. A rule applies to a model
-    only if `sizes` defines all of its words.
+    megatron: the parameter's name within its layer, or within the model if it is in no layer.
+    hf: {HF tensor name: its dimensions, as words that `mapping.sizes` translates to numbers}. A rule applies to a model
+    only if `sizes` defines all words of the rule.
+    expert: number of the parameter's expert among the experts of this rank; None if the parameter is no expert's.
 
-    In an expert's rule `{}` stands for the expert's number: local to this rank in the Megatron name, global in the HF
-    names. HF names have no `{}` if one tensor stacks all experts of a layer.
-
-    expert: number of the parameter's expert on this rank; None if it belongs to no expert.
+    In an expert's rule, `{}` in names stands for the expert's number: the number on this rank in the Megatron name, the
+    global number in the HF names. HF names have no `{}` if one tensor stacks all experts of a layer.
     """
 
     megatron: str
@@ -231,7 +240,7 @@ class Rule:
     expert: int | None = None
 
     def names(self, first_expert: int = 0) -> list[str]:
-        """Return the HF names. first_expert: global number of the rank's first expert."""
+        """Return the names of the HF tensors. first_expert: global number of the rank's first expert."""
         return list(self.hf) if self.expert is None else [name.format(first_expert + self.expert) for name in self.hf]
 
     @property
@@ -242,7 +251,10 @@ class Rule:
     def load(
         self, source: WeightSource, shape: Shape, rank: int, size: int, arch: Architecture, first_expert: int = 0
     ) -> Tensor:
-        """Read the shard of rank `rank` out of `size` ranks. shape: that of the shard."""
+        """Read the parameter's shard for rank `rank` out of `size` ranks. shape: the shape of the shard.
+
+        first_expert: global number of the rank's first expert.
+        """
         if self.is_stacked:
             assert self.expert is not None
             source = ExpertOfStack(source, first_expert + self.expert)
@@ -297,7 +309,11 @@ WIDE_QK_NORM = (  # one weight vector over all heads: each rank holds the part o
 def feed_forward(
     megatron: str, hf: str, width: str, parts: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 ) -> tuple[Rule, Rule]:
-    """Return the rules for a gated feed-forward. megatron, hf: prefixes of names. width: word for the inner width."""
+    """Return the two rules for a gated feed-forward: for gate and up together, and for down.
+
+    megatron, hf: prefixes of the Megatron and HF names. width: word (see `Rule`) for the inner width.
+    parts: last components of the HF names of gate, up and down.
+    """
     gate, up, down = (f"{hf}.{part}.weight" for part in parts)
     return (
         Rule(f"{megatron}.linear_fc1.weight", {gate: f"{width} hidden", up: f"{width} hidden"}, GateUp()),

@@ -24,14 +24,14 @@ from torch.distributed import distributed_c10d as c10d
 from megatron_rl.ops.checksum import word_sums
 
 LOOK_S = 0.1
-"""Seconds between calls of `is_hopeless` while rank 0 waits."""
+"""Seconds between two calls of `is_hopeless` while rank 0 waits."""
 _environment = threading.Lock()
-"""Guards os.environ: a server may join two groups at the same time, in two threads."""
+"""Held while os.environ is changed, because a server may join two groups at the same time, in two threads."""
 CONNECT_S = 30.0
-"""Timeout in seconds for gloo's connections between the ranks, once all have reached the store."""
+"""Timeout in seconds for gloo to connect the ranks, once all of them have reached the store."""
 WIRE_THREADS = 4
-"""Gloo's threads for each network interface, each of which handles one broadcast. With gloo's usual two, the wire is
-idle between tensors, because a broadcast first waits for its receivers."""
+"""Number of gloo's threads for each network interface. Each thread handles one broadcast. With gloo's default of two
+threads the wire is idle between tensors, because a broadcast first waits for its receivers."""
 
 
 def join_update_group(
@@ -46,12 +46,13 @@ def join_update_group(
     listener: socket.socket | None = None,
     is_hopeless: Callable[[], bool] = lambda: False,
 ) -> dist.ProcessGroup:
-    """Join the group `name`. Blocks until all `world_size` ranks have joined, and raises after `timeout_s`.
+    """Join the process group `name`. Blocks until all `world_size` ranks have joined, and raises after `timeout_s`.
 
     Rank 0, the trainer, hosts the TCP store, which listens only on `address:port`. A default process group is not
     needed and is never replaced. `timeout_s` also applies to every later collective of the group.
 
-    listener: rank 0's socket, already listening at `address:port`, which this function takes over. None opens one.
+    listener: on rank 0, a socket that already listens at `address:port` and that this function takes over. If None, the
+    function opens one.
     is_hopeless: polled on rank 0. Once it returns True, rank 0 raises TimeoutError and the other ranks stop waiting.
     """
     if not 0 <= rank < world_size:
@@ -83,7 +84,10 @@ def join_update_group(
 
 
 def _gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.ProcessGroupGloo:
-    """Same as torch's gloo group, but with WIRE_THREADS. The other ranks need not have as many."""
+    """Create the same gloo group as torch does, but with WIRE_THREADS threads per network interface.
+
+    Other ranks of the group need not have as many threads.
+    """
     gloo = dist.ProcessGroupGloo
     names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     options = gloo._Options()
@@ -93,14 +97,17 @@ def _gloo(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> 
 
 
 GLOO = "weight_update_gloo"
-"""Name under which torch knows `_gloo`: a group's options cannot be passed through torch's own "gloo"."""
+"""Name of the backend under which torch knows `_gloo`. torch's own backend "gloo" accepts no options for a group."""
 dist.Backend.register_backend(GLOO, _gloo, devices=["cpu", "cuda"])
 
 
 def _hosted_store(
     listener: int, address: str, port: int, world_size: int, timeout: timedelta, is_hopeless: Callable[[], bool]
 ) -> dist.TCPStore:
-    """Return rank 0's store once all ranks have connected. Raises TimeoutError if `is_hopeless` returns True."""
+    """Create rank 0's store and return it once all ranks have connected to it.
+
+    Raises TimeoutError if `is_hopeless` returns True. listener: file descriptor of the listening socket.
+    """
     # In a thread, because a waiting store cannot be interrupted.
     with ThreadPoolExecutor(1, thread_name_prefix="weight-store") as thread:
         made = thread.submit(
@@ -123,10 +130,10 @@ def _hosted_store(
 
 @contextlib.contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """Create NCCL groups in this block without torch's watchdog, which ends the process if a server dies.
+    """Keep torch's watchdog from ending the process for NCCL groups that are created in this block.
 
-    Without it, the caller that waits for the collective gets the error. torch reads the environment variable when a
-    group is created.
+    The watchdog would end the process if a server dies. Now the caller that waits for the collective gets the error
+    instead. torch reads the environment variable when a group is created.
     """
     name = "TORCH_NCCL_BLOCKING_WAIT"
     with _environment:
@@ -152,7 +159,7 @@ def leave_update_group(group: dist.ProcessGroup) -> None:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Name, dtype and shape of one tensor in a bucket.
+    """Name, dtype and shape of a tensor that is published.
 
     specs = [TensorSpec("model.norm.weight", torch.bfloat16, (2048,)), ...]
     flat = torch.empty(bytes_of(specs), dtype=torch.uint8)
@@ -177,7 +184,7 @@ def bytes_of(specs: Sequence[TensorSpec]) -> int:
 
 
 def described(specs: Sequence[TensorSpec]) -> dict[str, Any]:
-    """Return the fields of a request that announces a bucket of these tensors."""
+    """Return the names, dtypes and shapes of a bucket's tensors as fields of the request that announces the bucket."""
     return {
         "names": [spec.name for spec in specs],
         "dtypes": [spec.dtype_name for spec in specs],
@@ -186,9 +193,10 @@ def described(specs: Sequence[TensorSpec]) -> dict[str, Any]:
 
 
 def unpack_bucket(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Return views into `flat` (uint8), one per spec, in order, for filling or reading a bucket.
+    """Return the tensors of a bucket as views into its bytes, one per spec, in the same order.
 
-    Raises ValueError if the sizes differ, or if an offset is not a multiple of its tensor's item size.
+    flat: the bucket, `[n]` uint8. Raises ValueError if it is not exactly as large as the tensors together, or if a
+    tensor would not begin at a multiple of its item size.
     """
     offsets = [0]
     for spec in specs:
@@ -210,11 +218,11 @@ def unpack_bucket(flat: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 def digest(sums: Tensor, nbytes: int) -> str:
-    """Return the checksum (hex) of a tensor of `nbytes` bytes from its `word_sums`, which must be on the CPU."""
+    """Return the checksum, in hex, of a tensor of `nbytes` bytes. sums: the tensor's `word_sums`, on the CPU."""
     # Trailing zeros may leave the sums unchanged, so the length is hashed too.
     return hashlib.sha256(nbytes.to_bytes(8, "little") + sums.numpy().tobytes()).hexdigest()
 
 
 def checksum(tensor: Tensor) -> str:
-    """Return the checksum (hex) of a tensor's bytes, row-major, in its dtype."""
+    """Return the checksum, in hex, of a tensor's bytes in row-major order."""
     return digest(word_sums([tensor]).cpu(), tensor.nbytes)

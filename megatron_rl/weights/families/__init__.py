@@ -7,4 +7,4 @@ from megatron_rl.weights.family import Family
 
 _MODULES = [importlib.import_module(f"{__name__}.{found.name}") for found in pkgutil.iter_modules(__path__)]
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in _MODULES}
-"""Family name, as in `Architecture.family` -> Family."""
+"""{name of a family, as in `Architecture.family`: the Family}."""

@@ -8,7 +8,10 @@ from megatron_rl.weights.tensor_rules import ATTENTION, NORMS, Columns, HeadGrou
 
 
 def joined(arch: Architecture) -> tuple[int, list[Part]]:
-    """Return the parts of each KV group in one tensor [all queries; all keys; all values]."""
+    """Return the number of KV groups, and the parts of each group in one HF tensor [all queries; all keys; all values].
+
+    For use as `HeadGroups.parts`.
+    """
     groups, width = arch.kv_heads, arch.head_dim
     queries = arch.heads // groups * width
     starts = groups * queries, groups * (queries + width)

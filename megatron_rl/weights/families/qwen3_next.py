@@ -23,7 +23,7 @@ from megatron_rl.weights.tensor_rules import (
 
 
 def query_gate_key_value(arch: Architecture) -> tuple[int, list[Part]]:
-    """Return the parts of each KV group for gated attention.
+    """Return the number of KV groups, and the parts of each group, for gated attention. For use as `HeadGroups.parts`.
 
     HF stores each query head followed by its gate. Megatron stores a group's queries, then its gates, key and value.
     """
@@ -34,7 +34,10 @@ def query_gate_key_value(arch: Architecture) -> tuple[int, list[Part]]:
 
 
 def mixed_parts(arch: Architecture) -> tuple[int, list[Part]]:
-    """Return the parts of each key head in one tensor [all queries; all keys; all values]."""
+    """Return the number of key heads, and the parts of each head in one HF tensor [all queries; all keys; all values].
+
+    For use as `HeadGroups.parts`.
+    """
     delta = arch.delta_net
     values = delta.value_heads // delta.key_heads * delta.value_dim
     keys = delta.key_heads * delta.key_dim
@@ -43,7 +46,10 @@ def mixed_parts(arch: Architecture) -> tuple[int, list[Part]]:
 
 
 def _projections(arch: Architecture) -> tuple[int, list[Part]]:
-    """Return the parts of each key head in the two projection tensors, which HF already orders by key head."""
+    """Return the number of key heads, and the parts of each head in the two HF tensors of a delta net's projections.
+
+    HF already orders the rows of these tensors by key head. For use as `HeadGroups.parts`.
+    """
     delta = arch.delta_net
     values = delta.value_heads // delta.key_heads
     wide, narrow = 2 * delta.key_dim + 2 * values * delta.value_dim, 2 * values
