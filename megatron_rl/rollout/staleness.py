@@ -21,7 +21,7 @@ class AdmissionGate:
     accepted: int = 0
     """Groups of this run that steps have taken, or that wait to be taken."""
     running: int = 0
-    """Running episodes that this gate admitted. `others` counts those that bypassed it, which only take up slots."""
+    """Running episodes that this gate admitted. `others` counts those that bypassed it: they only take up slots."""
     others: int = 0
 
     @property
@@ -43,7 +43,10 @@ class AdmissionGate:
         return min(self.slots, self.room(version))
 
     def begin_step(self, groups: int, version: int, waiting: int, surplus: int = 0) -> None:
-        """Begin a step that takes `groups` groups. waiting: finished groups not yet taken. surplus: extra groups."""
+        """Begin a step that takes `groups` groups.
+
+        waiting: number of finished groups that were not yet taken. surplus: number of groups sampled beyond the bound.
+        """
         self.groups_per_step, self.surplus = groups, surplus
         # All earlier steps count as taken in full. Recomputed in each step rather than summed up, so that a lost group
         # never shifts the bound permanently.
@@ -59,5 +62,5 @@ class AdmissionGate:
         self.accepted += accepted and is_admitted
 
     def take_back(self) -> None:
-        """Uncount an accepted group that was dropped after all."""
+        """Remove a group from the count of accepted ones, because it was dropped."""
         self.accepted -= 1

@@ -1,5 +1,4 @@
-"""The models of an RL run: the policy and, if the config asks for them, reference, critic, reward model and teachers.
-"""
+"""The models of an RL run: the policy, and as configured reference, critic, reward model and teachers."""
 
 from __future__ import annotations
 
