@@ -97,7 +97,7 @@ def countdown(
 
 
 def countdown_reward(prompt: str, completions: str, *_: Any, numbers: list[int], target: int, **data: Any) -> float:
-    """Return 1 if the last <answer> is arithmetic over exactly the given numbers with the target as its value, else 0.
+    """Return 1 if the last <answer> uses exactly the given numbers and its value is the target, else 0.
 
     The answer may end in `= target`, but in nothing else. Its text is parsed and never run.
     """
@@ -129,7 +129,7 @@ def code(source: str, split: str = "", count: int | None = None, most_tests: int
 
 
 def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, list[Any]]:
-    """Return a row's problem text and its tests."""
+    """Return a row's problem text and its tests. source, number: the row's place, for error messages."""
     if "tests" in row:
         tests, problem = row["tests"], field_of(row, "problem", source, number)
         if isinstance(tests, dict):
@@ -160,7 +160,10 @@ def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, li
 
 
 def without_function(head: str, name: str) -> str:
-    """Return `head` without the function `name`: the imports and helpers that the function's test needs."""
+    """Return `head`, the beginning of a program, without the function `name`.
+
+    The result has the imports and helpers that the function's test needs.
+    """
     try:
         tree = ast.parse(f"{head.rstrip()}\n    pass\n")
     except SyntaxError:  # not just a head
@@ -170,7 +173,7 @@ def without_function(head: str, name: str) -> str:
 
 
 def input_tests(inputs: list[Any], outputs: list[Any]) -> list[dict[str, str]]:
-    """Return tests of a program. An input or output may be a list of lines."""
+    """Return a test of a program for each input and its output. An input or output may be a list of lines."""
 
     def text_of(value: Any) -> str:
         return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -59,7 +59,7 @@ def sort_digits(
 def copy_letters(
     split: str = "train", seed: int = 0, count: int | None = None, letters: int = 3, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """Task of repeating 2 to 8 letters, each between a and h: `bdh>` -> `bdh`."""
+    """Repeat 2 to 8 letters between a and h: `bdh>` -> `bdh`."""
     if not 2 <= letters <= 8:
         raise ValueError(f"letters = {letters}: must be in [2, 8]; 3 is what a tiny model learns from scratch.")
     chosen = choose("copy_letters", 8**letters, split, seed, count, held_out)
@@ -105,8 +105,8 @@ def reasoning_gym(
 ) -> list[dict[str, Any]]:
     """Load a data set of the package reasoning-gym, e.g. name="chain_sum", max_terms=2, max_digits=1.
 
-    The prompt asks for the answer in `answer_in`: `tags` (<answer>..</answer>) or `last_number`. Take another seed for
-    evaluation. Reward: megatron_rl.rewards.procedural:reasoning_gym, or one that finds such an answer.
+    The prompt asks for the answer in the form `answer_in`: `tags` (<answer>..</answer>) or `last_number`. Use another
+    seed for evaluation. Reward: megatron_rl.rewards.procedural:reasoning_gym, or one that finds an answer in this form.
     """
     instructions = {"tags": TAG_INSTRUCTION, "last_number": NUMBER_INSTRUCTION}
     if answer_in not in instructions:
@@ -129,7 +129,10 @@ def reasoning_gym(
 
 
 def choose(task: str, total: int, split: str, seed: int, count: int | None, held_out: int) -> list[int]:
-    """Choose `count` (None: all) of `total` numbered problems, without repetition, from the train or held-out part."""
+    """Choose `count` of `total` numbered problems, without repetition, from the part `split`.
+
+    None chooses all of the part. held_out: number of the problems in the held-out part. It is the same for every seed.
+    """
     if split not in SPLITS:
         raise ValueError(f"split = {split!r}: must be one of {', '.join(SPLITS)}.")
     if not 1 <= held_out < total:
