@@ -25,9 +25,10 @@ MOST_DIGITS = 30
 
 
 def gsm8k(source: str = "hf:openai/gsm8k:main", split: str = "", count: int | None = None) -> list[dict[str, Any]]:
-    """Grade-school problems (GSM8K, arXiv 2110.14168): rows with `question`, and `answer` that ends like `#### 72`.
+    """Load grade-school problems (GSM8K, arXiv 2110.14168).
 
-    Reward: megatron_rl.rewards:last_number.
+    The source's rows have `question`, and an `answer` that ends like `#### 72`. Reward:
+    megatron_rl.rewards:last_number.
     """
     prompts = []
     for number, row in enumerate(read_rows(source, key="source", split=split)[:count], start=1):
@@ -42,10 +43,11 @@ def gsm8k(source: str = "hf:openai/gsm8k:main", split: str = "", count: int | No
 def math(
     source: str, split: str = "", count: int | None = None, numbers_only: bool = True, levels: list[int] | None = None
 ) -> list[dict[str, Any]]:
-    """Competition problems as in MATH (arXiv 2103.03874): rows with `problem`, and `answer` or a boxed `solution`.
+    """Load competition problems as in MATH (arXiv 2103.03874).
 
-    numbers_only: keep only problems whose answer is a number, which megatron_rl.rewards:last_number can compare.
-    levels: keep only these values of `level`, written as `Level 3` or 3.
+    The source's rows have `problem`, and `answer` or a boxed `solution`. numbers_only: keep only problems whose answer
+    is a number, which megatron_rl.rewards:last_number can compare. levels: keep only these values of `level`, which is
+    written as `Level 3` or 3.
     """
     prompts = []
     for number, row in enumerate(read_rows(source, key="source", split=split), start=1):
@@ -110,7 +112,7 @@ def countdown_reward(prompt: str, completions: str, *_: Any, numbers: list[int],
 
 
 def code(source: str, split: str = "", count: int | None = None, most_tests: int = 16) -> list[dict[str, Any]]:
-    """Programming problems with tests, from rows of any of these forms, recognized by their columns.
+    """Load programming problems with tests, from rows of any of these forms, which are recognized by their columns.
 
     - `tests`: a list of {input, output} of a program, or of assertions; the problem is in `problem`.
     - `input_output`, as in APPS (arXiv 2105.09938) and TACO: inputs and outputs as JSON, the problem in `question`.

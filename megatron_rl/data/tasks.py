@@ -18,7 +18,10 @@ NUMBER_INSTRUCTION = "End your reply with the final answer as a number."
 
 
 def addition(split: str = "train", seed: int = 0, count: int | None = None, held_out: int = 32) -> list[dict[str, Any]]:
-    """Sums of two digits after two worked examples: `2+3=5\\n8+1=9\\n7+5=` -> `12`. There are 98 problems."""
+    """Make prompts with a sum of two digits after two worked examples: `2+3=5\\n8+1=9\\n7+5=` -> `12`.
+
+    There are 98 problems.
+    """
     pairs = [(x, y) for x in range(10) for y in range(10) if (x, y) not in ADDITION_EXAMPLES]
     examples = "".join(f"{x}+{y}={x + y}\n" for x, y in ADDITION_EXAMPLES)
     chosen = (pairs[i] for i in choose("addition", len(pairs), split, seed, count, held_out))
@@ -28,7 +31,7 @@ def addition(split: str = "train", seed: int = 0, count: int | None = None, held
 def count_ones(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 8, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """Count the ones in a string of 2 to 60 binary digits: `01101001?` -> `4`."""
+    """Make prompts that ask for the number of ones in 2 to 60 binary digits: `01101001?` -> `4`."""
     if not 2 <= digits <= 60:
         raise ValueError(f"digits = {digits}: must be in [2, 60]; 8 is what a tiny model learns in a minute.")
     chosen = choose("count_ones", 2**digits, split, seed, count, held_out)
@@ -38,7 +41,7 @@ def count_ones(
 def count_ones_pairs(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 8, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """`count_ones` as preference pairs: the right count is preferred to a wrong one from 0 to `digits`."""
+    """Make preference pairs for `count_ones`: the right count is preferred to a wrong one from 0 to `digits`."""
     pairs, draw = [], random.Random(f"count_ones_pairs {split} {seed}")
     for problem in count_ones(split, seed, count, digits, held_out):
         wrong = draw.choice([str(n) for n in range(digits + 1) if str(n) != problem["answer"]])
@@ -49,7 +52,7 @@ def count_ones_pairs(
 def sort_digits(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 5, held_out: int = 500
 ) -> list[dict[str, Any]]:
-    """Sort 2 to 18 digits in ascending order: `52731>` -> `12357`."""
+    """Make prompts that ask to sort 2 to 18 digits in ascending order: `52731>` -> `12357`."""
     if not 2 <= digits <= 18:
         raise ValueError(f"digits = {digits}: must be in [2, 18]; 5 is what a tiny model learns in a minute.")
     strings = (f"{number:0{digits}d}" for number in choose("sort_digits", 10**digits, split, seed, count, held_out))
@@ -59,7 +62,7 @@ def sort_digits(
 def copy_letters(
     split: str = "train", seed: int = 0, count: int | None = None, letters: int = 3, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """Repeat 2 to 8 letters between a and h: `bdh>` -> `bdh`."""
+    """Make prompts that ask to repeat 2 to 8 letters between a and h: `bdh>` -> `bdh`."""
     if not 2 <= letters <= 8:
         raise ValueError(f"letters = {letters}: must be in [2, 8]; 3 is what a tiny model learns from scratch.")
     chosen = choose("copy_letters", 8**letters, split, seed, count, held_out)

@@ -45,9 +45,9 @@ def compare(recorded: StepRecord, replayed: StepRecord, *, tolerance: float) -> 
     """Yield the comparison of each kind of value, in the order in which a step computes them.
 
     tolerance: largest relative difference that counts as equal. 0 demands equal bits, and only then checksums are
-    compared. The difference of a token's or a sequence's value is divided by 1 or by the value's size, whichever is
-    larger. The difference between two norms of a tensor's gradient or change is divided by that norm for the whole
-    model.
+    compared. The difference between two values of a token or a sequence is divided by 1 or by the value's size,
+    whichever is larger. Gradients and changed weights are compared by the norm of each tensor, relative to the norm of
+    the whole model's.
     """
     assert recorded.computed is not None and recorded.trained is not None and recorded.update is not None
     assert replayed.computed is not None and replayed.trained is not None

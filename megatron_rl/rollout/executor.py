@@ -617,10 +617,10 @@ class EpisodeEngine(Sampler):
         return self._attempt.is_lost
 
     def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:
-        """Count how a try of a sample or, unless `of_sample`, the whole attempt ended.
+        """Count how a try of a sample (if `of_sample`) or a whole attempt ended.
 
-        The end of an attempt is not counted if its last sample was, and the attempt then succeeded or raised the same
-        error.
+        The end of an attempt is not counted if a try of a sample was, and the attempt then succeeded or raised that
+        try's error.
         """
         attempt = self._attempt
         is_known = attempt.has_noted and (error is None or error is attempt.noted)

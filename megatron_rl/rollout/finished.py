@@ -26,11 +26,9 @@ class Finished:
     episode: Episode
     group: TrajectoryBatch
     versions: range
-    """Policy versions from that of the oldest trained token to that of the newest. Empty if no trained token has a
-    version."""
+    """Range of the policy versions of the trained tokens, oldest to newest. Empty if no token has a version."""
     decides: float
-    """Policy version of the group that decides whether it is dropped: it is once this version is too old. Infinite if
-    never."""
+    """The group is dropped once this policy version is too old. Infinite if the group is never dropped."""
 
     @classmethod
     def of(cls, episode: Episode, group: TrajectoryBatch, stale: str) -> Finished:

@@ -15,7 +15,7 @@ from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import PART, TOKEN_KEYS, TURN_REWARDS, WIDE_COLUMNS, Runs, Trajectory, TrajectoryBatch
 
 NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample", "agent")
-"""Names of columns that other code computes with."""
+"""Names of numeric columns that later computations use."""
 ROUNDING = 1e-6
 """Relative rounding error of a float32 reward, or of a sum of rewards."""
 

@@ -26,8 +26,8 @@ class KeptReplies:
     def begin(self, name: str, req: LLMRequest, *, version: int, oldest_allowed: int) -> LLMResponse:
         """Return the reply kept under `name`, or else `req.begun`. An unfinished reply has the stop reason `abort`.
 
-        An empty unfinished reply is returned if there is neither, or if a version below `oldest_allowed` sampled a
-        token.
+        If there is neither, or if a version below `oldest_allowed` sampled one of its tokens, return an empty
+        unfinished reply.
         """
         if not self._replies:
             self.since = version

@@ -68,7 +68,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
         self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's calls
         self._again: list[int] = []
         self._undecided: set[int] = set()
-        """Numbers in `_again` that no earlier process has reached, so that this one decides whether to skip them."""
+        """Those numbers in `_again` that no earlier process has reached. This process decides whether to skip them."""
         self._next = share.first
         self._open: set[int] = set()
 
@@ -104,7 +104,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
         """Take over this rank's part of the prompts that the earlier run left open.
 
-        states: those of all its ranks' ledgers.
+        states: the saved states of the ledgers of all that run's ranks.
         """
         # No rank has handed out a number from `base` on. Below it, each rank's share and `next` tell which ones.
         base = max(state["next"] for state in states)

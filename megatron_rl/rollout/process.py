@@ -1,4 +1,4 @@
-"""The trainer's proxy for its rollout process. A process of their own keeps episodes off the trainer's interpreter.
+"""The trainer's proxy for its rollout process, in which episodes run without using the trainer's interpreter.
 
 The process runs one RolloutRank (rollout_rank.py). It answers calls in order; slow calls return a Future.
 """

@@ -80,7 +80,7 @@ class ResumeState:
         return self.restored.faults if self.restored is not None else []
 
     def metrics(self) -> dict[str, float]:
-        """Return metrics since this process began: restored groups and replies, skipped prompts, buffered groups."""
+        """Return counts since this process began: restored groups and replies, skipped prompts, buffered groups."""
         found: dict[str, float] = {}
         if self.ledger.rates is not None:
             found["rollout/passed_over"] = self.ledger.passed_over

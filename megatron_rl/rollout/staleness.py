@@ -15,11 +15,11 @@ class AdmissionGate:
     max_concurrent: int
     max_staleness: int
     groups_per_step: int | None = None
-    """Groups that one step consumes. None bounds only concurrency."""
+    """Number of groups that one step consumes. If None, only concurrency is bounded."""
     surplus: int = 0
-    """Groups that may be sampled beyond the bound (oversampling)."""
+    """Number of groups that may be sampled in excess of the staleness bound (oversampling)."""
     accepted: int = 0
-    """Groups of this run that steps have taken, or that wait to be taken."""
+    """Number of groups that the run's steps have taken, or that wait to be taken."""
     running: int = 0
     """Running episodes that this gate admitted. `others` counts those that bypassed it: they only take up slots."""
     others: int = 0
@@ -31,8 +31,8 @@ class AdmissionGate:
     def room(self, version: int) -> int:
         """Return how many more groups can be sampled so that none exceeds `max_staleness` when it is trained.
 
-        Step k consumes groups [k B, (k + 1) B). A group sampled at `version` is fresh enough for the steps up to
-        version + max_staleness, so at most (max_staleness + version + 1) B groups may exist.
+        With B = groups_per_step, step k consumes the groups [k B, (k + 1) B). A group sampled at `version` is fresh
+        enough for the steps up to version + max_staleness, so at most (max_staleness + version + 1) B groups may exist.
         """
         if self.groups_per_step is None:
             return self.max_concurrent

@@ -340,7 +340,7 @@ class RLRun(Run):
     def add_demonstrations(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
         """Add the demonstrations to the updates, as the config section `demonstrations` says.
 
-        Call this last before the updates: earlier forward passes must not include demonstrations.
+        Call this just before the updates, because earlier forward passes must not include demonstrations.
         """
         return self.demonstrations.add(batch, updates)
 

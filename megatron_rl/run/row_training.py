@@ -95,7 +95,10 @@ def check_rows(config: TrainConfig, *, head: str) -> RowData:
 
 
 class RowTraining:
-    """Trains an engine with a loss on rows. Collective: every rank calls every method, with the same whole batches."""
+    """Trains an engine with a loss on rows.
+
+    Collective: every rank calls every method with the same whole batch, of which it takes its share.
+    """
 
     weight = "tokens"
     """Unit over which the loss is averaged."""

@@ -268,7 +268,7 @@ class StepRecorder:
 
     @functools.cached_property
     def _facts_of_run(self) -> dict[str, Any]:
-        """Return the facts that all records of the run share. They are computed once, because that takes 0.1 s."""
+        """The facts that all records of the run share. They are computed once, because that takes 0.1 s."""
         config = self.config.to_yaml()
         return {"config": config, "made_by": provenance(), "arithmetic": arithmetic(self.groups)}
 

@@ -1,9 +1,9 @@
 """The order in which clients' requests run, and what they do.
 
-Rank 0 has one Service. Its HTTP thread accepts requests and waits for their results; its main thread runs them in the
+Rank 0 has one Service. Its HTTP thread accepts requests and waits for their results. Its main thread runs them, in the
 order of each model's sequence numbers. Models take turns: a turn ends with an optimizer step, after MOST_IN_TURN
-requests, or when the model has no request left. Forward and backward passes of other models that wait run along with
-one of the model whose turn it is, see shared_engine.py.
+requests, or when the model has no request left. A forward or backward pass of the model whose turn it is runs together
+with waiting passes of other models (shared_engine.py).
 
 A request is in its model's journal before the client hears that it was accepted. A restarted server loads the model's
 last checkpoint and runs the requests after it again, so that none is lost and no optimizer step counts twice.

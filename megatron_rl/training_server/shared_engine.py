@@ -1,11 +1,12 @@
 """One engine for the models of several clients: adapters on one base, or whole models in turn.
 
-A model is its weights, its optimizer's state and the gradients that wait for its next optimizer step. One model
-occupies Megatron's own tensors. The others are kept on the device as long as there is room, else in host memory.
+A model is its weights, its optimizer's state and the gradients that wait for its next optimizer step. One model, the
+occupant, is in Megatron's own tensors. The others are kept on the device as long as there is room, else in host memory.
 
 Passes of several models with adapters run as one: Megatron's schedule gets the microbatches of all of them. Each
-microbatch has the rows of one model, as if that were alone, so its results are the same to the bit. With rows of
-several models they might not be: the last bits of a matrix product's row may depend on the number of rows.
+microbatch has only rows of one model, so its results are bit-identical to those of a pass of this model alone. If it
+had rows of several models, they might not be: the last bits of a row of a matrix product may depend on the number of
+rows.
 """
 
 from __future__ import annotations

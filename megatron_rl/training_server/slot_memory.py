@@ -1,7 +1,7 @@
 """Computes from the plan's figures how many clients' models fit into the memory of a rank.
 
-One model occupies the engine. The others are kept on the device, as far as the base, an update and the plan's reserves
-leave room, and then in host memory. Without a GPU, both are the same.
+One model occupies the engine. The others are kept on the device if the base, an update and the plan's reserves leave
+room there, and otherwise in host memory. Without a GPU, the device's memory is host memory.
 """
 
 from __future__ import annotations
