@@ -299,7 +299,7 @@ class WeightReceiver(Protocol):
     def load_round(self, buckets: list[dict[str, Any]], version: int, pickled: str) -> dict[str, Future[None]]:
         """Ask the servers to receive buckets from several groups, if possible concurrently.
 
-        Each is as in `load_bucket`. pickled: the same buckets for SGLANG_ROUND_LOADER.
+        Each bucket has the arguments of `load_bucket`. pickled: the same buckets, pickled for SGLANG_ROUND_LOADER.
         """
 
     def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
@@ -319,7 +319,7 @@ class WeightReceiver(Protocol):
     def change_forms(self) -> dict[str, str | None]:
         """Return how each server accepts changes of weights: `pickle`, `body`, or None if it does not.
 
-        `pickle` means by SGLANG_DELTA_LOADER, `body` as the body of a request.
+        For `pickle`, SGLANG_DELTA_LOADER loads a pickle of the changes. For `body`, they are the body of a request.
         """
 
     def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:
@@ -458,9 +458,9 @@ class TrainEngine(abc.ABC):
     ) -> Tensor:
         """Return the log-probability of each trained token, `[N]` float32.
 
-        With a value head, return its state's value instead. post_hook(logits, rows): returns `[T]` values, one per row,
-        which replace the log-probabilities. entropy: return instead the entropy, in nats, of the distribution from
-        which each token was sampled.
+        An engine with a value head returns the value of each trained token's state instead. post_hook(logits, rows):
+        returns `[T]` values, one per row, which replace the log-probabilities. entropy: return instead the entropy, in
+        nats, of the distribution from which each token was sampled.
         """
 
     @abc.abstractmethod

@@ -137,8 +137,8 @@ class RolloutExecutor:
     ) -> TrajectoryBatch:
         """Return the next `count` groups. More episodes stay in flight, as many as the staleness bound admits.
 
-        With max_staleness 0, exactly `count` episodes exist at a time (`count` * oversample with oversampling), and the
-        batch is in prompt order.
+        If max_staleness is 0, exactly `count` episodes exist at a time (with oversampling, `count` *
+        rollout.oversample), and the batch is in prompt order.
         """
         check_workflow(workflow)
         # Extra episodes: the first `count` of all to finish make the step.

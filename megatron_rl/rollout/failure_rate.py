@@ -39,7 +39,7 @@ class FailureRate:
     def excess(self) -> str | None:
         """Return a message if the share of failures exceeds the limit, else None.
 
-        Also None before NEWEST tries have ended.
+        The result is also None until NEWEST tries have ended.
         """
         tries, failed = len(self._tries), len(self._tries) - self._counts[""]
         if tries < NEWEST or failed <= self._most * tries:

@@ -216,7 +216,7 @@ def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
 
 
 def trained_runs(group: TrajectoryBatch) -> Runs:
-    """Return the policy versions of the trained tokens that have one, run-length encoded."""
+    """Return the policy versions, run-length encoded, of those trained tokens that have a version."""
     runs = group.versions
     assert runs is not None, "a group has versions"
     # By NumPy, which takes a fifth of torch's time: a group has few runs.
@@ -228,7 +228,7 @@ def trained_runs(group: TrajectoryBatch) -> Runs:
 
 
 def trained_versions(group: TrajectoryBatch) -> Tensor:
-    """Return the policy versions of the trained tokens that have one, int32."""
+    """Return the policy versions, as int32, of those trained tokens that have a version."""
     return trained_runs(group).each()
 
 
@@ -239,7 +239,7 @@ def is_uniform(group: TrajectoryBatch) -> bool:
 
 
 def reward_of_each(batch: TrajectoryBatch) -> Tensor:
-    """Return each trajectory's reward `[B]`; for per-token rewards, their sum over trained tokens."""
+    """Return each trajectory's reward `[B]`. For per-token rewards, it is their sum over trained tokens."""
     rewards: Tensor = batch["rewards"]
     if "rewards" not in batch.tokens:
         return rewards

@@ -32,7 +32,7 @@ LETTERS, TOKENS = 300, 100
 
 
 class StatusFile:
-    """Writes the status of one rollout process while its event loop runs."""
+    """Writes the status file of one rollout process while its event loop runs."""
 
     def __init__(
         self,

@@ -152,9 +152,9 @@ class RLRun(Run):
         self.processes.stop()
 
     def _on_death(self, message: str) -> None:
-        """End the run because its servers or rollout process have died. After a stop signal, save first.
+        """End the run because its servers or its rollout process have died. After a stop signal, save first.
 
-        With `ends_process` False, fail only the current step.
+        If `ends_process` is False, only the current step fails.
         """
         if self.stop_signal.came(within_s=DIES_BEFORE_STOP_SIGNAL_S):
             self._leave_on_stop_signal()
@@ -309,9 +309,9 @@ class RLRun(Run):
         return trained
 
     def compute_advantages(self, batch: StepBatch) -> None:
-        """Set the batch's columns `advantages` and, with a critic, `values` and `returns`.
+        """Set the batch's column `advantages` and, if there is a critic, `values` and `returns`.
 
-        Also sets the column of supports if the trainer computes them.
+        If the trainer computes supports, their column is set as well.
         """
         if self.critic is not None:
             with self.timers("values"):

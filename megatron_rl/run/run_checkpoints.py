@@ -95,10 +95,10 @@ class RunCheckpoints:
         self.aside, self.step = aside, step
 
     def finish(self, *, wait: bool) -> None:
-        """Publish the checkpoint in progress, if any, if its writers are done.
+        """Publish the checkpoint in progress, if there is one and its writers are done.
 
-        wait: first wait until they are. Raises CheckpointError on all ranks if the checkpoint could not be written. All
-        earlier checkpoints then still exist.
+        wait: wait until the writers are done. Raises CheckpointError on all ranks if the checkpoint could not be
+        written. All earlier checkpoints then still exist.
         """
         if self.aside is None:
             return

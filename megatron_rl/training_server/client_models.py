@@ -66,7 +66,7 @@ class Model:
     pending: dict[int, Request] = field(default_factory=dict)
     futures: dict[int, Future[Result]] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
-    """Number of attempts at each request, by its number, during which the server ended."""
+    """Request number -> number of attempts at that request during which the server ended."""
 
     @classmethod
     def new(cls, name: str, tenant: str, session: str, folder: Path) -> Model:

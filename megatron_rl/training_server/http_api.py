@@ -29,7 +29,7 @@ from megatron_rl.training_server.service import Service
 logger = logging.getLogger(__name__)
 
 POLL_S = 25.0
-"""Longest time that a poll for a result is held open. The client gives up after 45 seconds."""
+"""Longest time in seconds for which a poll for a result is held open. The client gives up after 45 seconds."""
 MAX_BODY_BYTES = 64 * 1024**2
 MOST_SAMPLES = 20_000
 """Maximum number of sampling requests whose results are kept. If there are more, the oldest are cancelled and

@@ -120,8 +120,8 @@ class Service:
     def submit(self, tenant: str, name: Any, seq: Any, kind: str, event: dict[str, Any], body: bytes = b"") -> str:
         """Accept a request to the model `name` and return the request's id.
 
-        seq: the request's number among those to the model. A request that is sent again gets the same id and runs only
-        once.
+        seq: the request's number among those to the model. event: the client's JSON body. body: the client's protocol
+        buffer, if the request has one. A request that is sent again gets the same id and runs only once.
         """
         with self._changed:
             model = self.model(tenant, name)

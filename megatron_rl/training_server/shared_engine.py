@@ -132,7 +132,8 @@ class SharedEngine(MegatronEngine):
     def new_model(self, adapted: Adapted) -> ModelState:
         """Put a new model into the engine, with Adam's state at 0.
 
-        With adapters, they do not change the base's outputs yet. Without, the model has the base's weights.
+        The model's adapters do not yet change the base's outputs. If the engine trains whole models, the model has the
+        base's weights.
         """
         self._leave()
         self.occupant = ModelState(adapted)
@@ -158,7 +159,10 @@ class SharedEngine(MegatronEngine):
         return self.adapters is not None and (model is self.occupant or model in self._waiting)
 
     def occupy(self, model: ModelState) -> None:
-        """Copy `model` into Megatron's tensors. The model that was in them is kept elsewhere."""
+        """Copy `model` into Megatron's tensors.
+
+        The model that was in them is first copied to the device or host memory.
+        """
         if self.occupant is model:
             return
         self._waiting.discard(model)
