@@ -1,4 +1,4 @@
-"""Loads prompts and iterates over them resumably.
+"""Loads prompts, and iterates over them in a way that a resumed run can continue.
 
 A prompt is a dict with exactly one of these:
 - `input_ids`: token ids

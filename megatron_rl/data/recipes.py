@@ -1,4 +1,4 @@
-"""Prompts made from published data sets, and rewards that match them.
+"""Functions that make prompts from published data sets, and rewards that match these prompts.
 
 `source` is any source of megatron_rl.data.data_files: a file, a folder, or a name on the hub.
 """

@@ -1,4 +1,4 @@
-"""Ends a run if infrastructure fails too many tries of samples: it would train only on those spared by chance."""
+"""Ends a run if infrastructure fails too many tries of samples, because the run would train only on the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A client's model: its requests, their results, and the journal from which a restarted server has them.
+"""A client's model: its requests, their results, and the journal from which a restarted server restores them.
 
 requests-SEQ.journal   requests since SEQ, and results that may still be asked for
 resume/SEQ             checkpoint after request SEQ

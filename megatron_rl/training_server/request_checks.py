@@ -1,4 +1,4 @@
-"""Checks of what clients send, before any rank works on it. Each raises ValueError."""
+"""Checks of what clients send, before any rank works on it. Each check raises ValueError."""
 
 from __future__ import annotations
 

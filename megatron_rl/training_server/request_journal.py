@@ -1,4 +1,4 @@
-"""Append-only files of what a training server has accepted, so that a restarted server knows it.
+"""Append-only files of what a training server has accepted, from which a restarted server continues.
 
 A record is an event in JSON and a body of bytes, written before the client hears that its request was accepted. Once
 written, it survives the process, but not a power failure. A record that the process's end cut off is dropped when the
