@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class RequestRefused(ValueError):
-    """The server refused the request (4xx), and would refuse it again."""
+    """The server refused the request (4xx), and would refuse it again if it were repeated."""
 
     def __init__(self, message: str, status: int = 400) -> None:
         super().__init__(message)
@@ -49,13 +49,13 @@ class InfrastructureFailure(RuntimeError):
     KIND: ClassVar[str] = "other"
 
     def __init__(self, message: str = "", *, kind: str = "") -> None:
-        """kind: one word, which ends the metric's name rollout/infrastructure_failures/KIND."""
+        """kind: one word. The failures of this kind are counted in the metric rollout/infrastructure_failures/KIND."""
         super().__init__(message)
         self.kind = kind or self.KIND
 
 
 def infrastructure_in(error: BaseException | None) -> InfrastructureFailure | None:
-    """Return `error` if it is an infrastructure failure, the first one in an exception group, or None."""
+    """Return `error` if it is an infrastructure failure, or the first one in an exception group; else None."""
     if isinstance(error, BaseExceptionGroup):
         found = map(infrastructure_in, error.exceptions)
         return next((failure for failure in found if failure is not None), None)
@@ -63,7 +63,7 @@ def infrastructure_in(error: BaseException | None) -> InfrastructureFailure | No
 
 
 class RolloutWorkflow(abc.ABC):
-    """Generates the training data of one prompt, which is one episode.
+    """Generates the training data of one prompt. Doing so is called an episode.
 
     class OneReply(RolloutWorkflow):
         async def arun_episode(self, engine, data):
@@ -72,7 +72,8 @@ class RolloutWorkflow(abc.ABC):
     """
 
     IMPORT_PATHS: ClassVar[tuple[str, ...]] = ()
-    """Constructor arguments that the config gives as import paths, and the constructor receives as imported objects."""
+    """Names of the constructor arguments that the config gives as import paths. The constructor receives the imported
+    objects."""
 
     @classmethod
     def evaluating(cls, **arguments: Any) -> RolloutWorkflow:
@@ -84,15 +85,16 @@ class RolloutWorkflow(abc.ABC):
 
     @abc.abstractmethod
     async def arun_episode(self, engine: InferenceEngine, data: dict[str, Any]) -> TensorDict | list[Trajectory] | None:
-        """Generate the trajectories of one prompt, which form one group. None rejects the prompt.
+        """Generate the trajectories of one prompt, which form one group. Return None to reject the prompt.
 
-        A TensorDict is padded, `[n, L]`, with `input_ids`, `attention_mask`, `loss_mask`, `rewards` (`[n]` or `[n, L]`)
-        and optionally `logprobs` and `versions`. The executor counts exceptions and retries the episode.
+        A returned TensorDict has padded tensors `[n, L]`: `input_ids`, `attention_mask`, `loss_mask`, `rewards` (`[n]`
+        or `[n, L]`) and optionally `logprobs` and `versions`. If this method raises an exception, the executor counts
+        it and retries the episode.
         """
 
 
 class KeptSteps(Protocol):
-    """Environment steps of an unfinished episode, kept across a crash of the process."""
+    """Store of an unfinished episode's environment steps, which survive a crash of the process."""
 
     def take_step(self, name: str) -> dict[str, Any] | None:
         """Return the step that an earlier process kept under `name`, or None."""
@@ -104,7 +106,7 @@ class Sampler(abc.ABC):
     """The part of the engine that a workflow uses: it generates replies and knows the policy version."""
 
     steps: KeptSteps | None = None
-    """None if this episode's environment steps are not kept."""
+    """Store of this episode's environment steps; None if they are not kept."""
 
     @abc.abstractmethod
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
@@ -118,7 +120,8 @@ class Sampler(abc.ABC):
     ) -> T:
         """Return the result of `make(sampler, *args, **kwargs)`, which generates one of an episode's samples.
 
-        An episode retries a failed sample alone, and reuses its replies, if `make` uses the sampler that it receives.
+        If `make` raises an exception, only this sample is tried again, and its replies are reused. For that, `make`
+        must use the sampler that it receives.
         """
         return await make(self, *args, **kwargs)
 
@@ -142,7 +145,10 @@ class InferenceEngine(Sampler):
 
     @abc.abstractmethod
     def wait(self, count: int, timeout_s: float | None = None) -> TrajectoryBatch:
-        """Return the first `count` groups to finish, older versions first. A TimeoutError loses none."""
+        """Return the first `count` groups to finish, older versions first.
+
+        After a TimeoutError all groups stay available.
+        """
 
     @abc.abstractmethod
     def rollout_batch(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> TrajectoryBatch:
@@ -150,7 +156,7 @@ class InferenceEngine(Sampler):
 
     @abc.abstractmethod
     def evaluate(self, data: list[dict[str, Any]], workflow: RolloutWorkflow) -> Future[TrajectoryBatch]:
-        """Run episodes in slots that training leaves free. The caller need not wait for the future."""
+        """Run one episode per prompt, in slots that training leaves free. The caller need not wait for the future."""
 
     @abc.abstractmethod
     def prepare_batch(
@@ -158,7 +164,7 @@ class InferenceEngine(Sampler):
     ) -> TrajectoryBatch:
         """Keep as many episodes in flight as staleness allows, and return the next `count` groups.
 
-        prompts: rows, or lists of rows as of a DataLoader, repeated without end. count: by default
+        prompts: rows, or lists of rows such as a DataLoader yields. They are repeated without end. count: None means
         batch.prompts_per_step of the engine's TrainConfig, or the DataLoader's batch_size.
         """
 
@@ -184,9 +190,10 @@ class NoServerLeft(RuntimeError):
 SGLANG_DELTA_LOADER = "megatron_rl.weights.sglang_loaders.load_changes"
 SGLANG_ROUND_LOADER = "megatron_rl.weights.sglang_loaders.load_round"
 SGLANG_FOLDER_LOADER = "megatron_rl.weights.sglang_loaders.load_folder"
-"""Functions for SGLang's --custom-weight-loader: for changes, buckets of several senders, a draft head's folder."""
+"""Import paths of functions for SGLang's --custom-weight-loader. They load changes, buckets of several senders, and a
+draft head's folder."""
 DRAFT_FOLDER = "draft"
-"""Subfolder of a model's folder with its draft head."""
+"""Name of the subfolder of a model's folder that has its draft head."""
 DRAFT_PREFIX = "draft."
 """Prefix of a draft head's tensors in a publication, and in the names of SGLang's checksums."""
 
@@ -197,12 +204,12 @@ class HeldWeights:
 
     version: str | None
     checksums: dict[str, str]
-    """Tensor -> checksum in the server's `ChecksumForm`. Empty if the server cannot compute checksums."""
+    """Tensor name -> checksum in the server's `ChecksumForm`. Empty if the server cannot compute checksums."""
 
 
 @dataclass(frozen=True)
 class ChecksumForm:
-    """How a server computes checksums, so that the trainer can compute the same ones of what it sends."""
+    """How a server computes checksums. The trainer computes the same ones of what it sends."""
 
     kind: str
     """`embedded`: update_group.checksum of each HF tensor. `sglang_cpu`, `sglang_gpu`: checksums of the tensors that
@@ -210,13 +217,14 @@ class ChecksumForm:
     dtype: str | None
     """Dtype in which the server holds the weights, such as bfloat16. None: the dtype that is sent."""
     ranks: int = 1
-    """Tensor-parallel ranks of the server."""
+    """Number of the server's tensor-parallel ranks."""
     kv_heads: int | None = None
-    """The model's key/value heads, if the server has several ranks and the number is known."""
+    """Number of the model's key/value heads, if the server has several ranks and the number is known."""
     experts: int | None = None
-    """Experts in each MoE layer, if the server keeps them as they are sent and the number is known."""
+    """Number of experts in each MoE layer, if the server keeps them as they are sent and the number is known."""
     expert_ranks: int = 1
-    """Number of rank groups that divide a layer's experts. Each rank of a group holds a part of its experts."""
+    """Number of groups of ranks among which a layer's experts are divided. Each rank of a group holds a part of each of
+    the group's experts."""
 
     def name_on(self, name: str, rank: int) -> str:
         """Return the checksum's name for the part of tensor `name` that a rank holds."""
@@ -226,8 +234,8 @@ class ChecksumForm:
 class WeightReceiver(Protocol):
     """The rollout servers as the weight publisher sees them, each identified by its URL.
 
-    A call is for every participating server. It returns a future per server or, if it waits, drops those that fail and
-    succeeds if one is left. One publication, as weights/publish.py does it:
+    A call is for every participating server. Some calls return a future per server. The others wait. They drop servers
+    that fail, and succeed if at least one is left. One publication, as weights/publish.py does it:
 
         receiver.pause()
         receiver.begin_weight_update(version=7)
@@ -239,20 +247,23 @@ class WeightReceiver(Protocol):
 
     @property
     def membership(self) -> int:
-        """A number that changes with the set of participating servers, for which weight-update groups are created."""
+        """A number that changes whenever the set of participating servers does.
+
+        Weight-update groups are created for one such set.
+        """
 
     @property
     def server_ranks(self) -> dict[str, int]:
-        """Ranks that each server adds to a weight-update group, in group order after rank 0."""
+        """Number of ranks that each server adds to a weight-update group, in the group's order after rank 0."""
 
     def trainer_address(self) -> str:
         """Return the trainer's address as the servers reach it."""
 
     def drop(self, server: str, reason: str) -> None:
-        """Exclude a server until a later publication, because it failed or its weights differ from those sent."""
+        """Exclude a server until a later publication, because it failed or holds other weights than were sent."""
 
     def unreachable(self) -> dict[str, str]:
-        """Ping every server. Return those that do not respond, with the error of each."""
+        """Ping every server. Return the servers that do not respond, each with its error."""
 
     def pause(self) -> None: ...
 
@@ -280,16 +291,19 @@ class WeightReceiver(Protocol):
         version: int,
         flattened: bool = True,
     ) -> dict[str, Future[None]]:
-        """Ask the servers to receive a bucket from rank 0, `flattened` by one broadcast, else by one per tensor."""
+        """Ask the servers to receive a bucket of tensors from rank 0 of the process group `group`.
+
+        flattened: the bucket is sent as one flat tensor in one broadcast; otherwise, each tensor is broadcast alone.
+        """
 
     def load_round(self, buckets: list[dict[str, Any]], version: int, pickled: str) -> dict[str, Future[None]]:
-        """Ask the servers to receive buckets of several groups, each as in `load_bucket`, concurrently if they can.
+        """Ask the servers to receive buckets from several groups, if possible concurrently.
 
-        pickled: the same buckets for SGLANG_ROUND_LOADER.
+        Each bucket has the arguments of `load_bucket`. pickled: the same buckets, pickled for SGLANG_ROUND_LOADER.
         """
 
     def shared_memory_forms(self, at_hand: Sequence[str] = ()) -> dict[str, str | None]:
-        """Return how each server accepts a shared-memory bucket: `handle`, `pickle`, or None on another host.
+        """Return how each server accepts a bucket in shared memory: `handle`, `pickle`, or None on another host.
 
         at_hand: URLs of servers that are known to run on the same host as a sender of buckets.
         """
@@ -297,30 +311,37 @@ class WeightReceiver(Protocol):
     def load_shared(
         self, *, names: list[str], dtypes: list[str], shapes: list[list[int]], buckets: dict[str, Any], version: int
     ) -> dict[str, Future[None]]:
-        """Ask the servers to read one flat bucket. buckets: for each server a handle, or one pickle per rank."""
+        """Ask the servers to read one flat bucket from shared memory.
+
+        buckets: for each server, a handle or a pickle per rank.
+        """
 
     def change_forms(self) -> dict[str, str | None]:
-        """Return how each server accepts weight changes.
+        """Return how each server accepts changes of weights: `pickle`, `body`, or None if it does not.
 
-        `pickle`: by SGLANG_DELTA_LOADER. `body`: as the request's body. None: not at all.
+        For `pickle`, SGLANG_DELTA_LOADER loads a pickle of the changes. For `body`, they are the body of a request.
         """
 
     def load_changes(self, bodies: dict[str, bytes | list[str]], version: int) -> dict[str, Future[None]]:
-        """Ask the servers to apply changes (delta_code.py), or one pickle for each of a server's ranks."""
+        """Ask the servers to apply changes of weights.
+
+        bodies: for each server, the changes as encoded by delta_code.py, or a list with one pickle for each of its
+        ranks.
+        """
 
     def load_folder(self, path: str | Path, version: int) -> dict[str, Future[None]]:
         """Ask the servers to load a HF folder, which they must be able to read."""
 
     def load_adapters(self, path: str | Path, version: int) -> dict[str, Future[None]]:
-        """Ask the servers to load adapters in place of theirs, from a PEFT folder that they must be able to read."""
+        """Ask the servers to replace their adapters by those in a PEFT folder, which they must be able to read."""
 
     def checksum_forms(self) -> dict[str, ChecksumForm | None]:
-        """Return how each server computes checksums; None if the trainer cannot compute the same."""
+        """Return how each server computes checksums; None for a server whose checksums the trainer cannot compute."""
 
     def held_weights(self) -> dict[str, Future[HeldWeights]]: ...
 
     def finish_update(self, version: int) -> None:
-        """Confirm that all participating servers hold `version`. New tokens are attributed to it from now on."""
+        """Declare that all participating servers hold `version`. From now on, new tokens are attributed to it."""
 
 
 class LogitsTerm(Protocol):
@@ -329,10 +350,11 @@ class LogitsTerm(Protocol):
     def of(
         self, rows: TensorDict, device: torch.device
     ) -> Callable[[Tensor, Tensor], tuple[Tensor, dict[str, Tensor], Tensor]]:
-        """Return the loss term of one microbatch, whose rows are on the host, as a function for a model on `device`.
+        """Return a function that computes the loss term of one microbatch, for a model on `device`.
 
-        It maps (logits `[c, V_local]`, their row indices) of a few trained rows to the loss part, its sums, and its
-        gradient with respect to the logits, which it must not modify.
+        The rows are on the host. The function gets the logits `[c, V_local]` of a few trained rows, which it must not
+        modify, and these rows' indices. It returns the rows' part of the loss, its sums, and its gradient with respect
+        to the logits.
         """
 
 
@@ -352,12 +374,12 @@ class LogprobLoss:
 
     fn: Callable[[Tensor, Tensor, TensorDict], tuple[Tensor, dict[str, Tensor]]]
     temperature: float = 1.0
-    """Divides the logits, as in the sampler."""
+    """Temperature that divides the logits, as in the sampler."""
     by_row: bool = False
     """True if `fn` is a sum over independent rows. The engine may then call it with a few trained rows at a time, whose
     data has no `cu_seqlens`, and compute the gradient along with the loss, so that it forms the logits only once."""
     beside: LogitsTerm | None = None
-    """Another term that is added to the loss."""
+    """Another loss term that is added to this loss."""
 
 
 @dataclass(frozen=True)
@@ -406,11 +428,12 @@ class TrainEngine(abc.ABC):
         loss_fn: LossFn | LogprobLoss | ValueLoss,
         loss_weight_fn: LossWeightFn | None = None,
     ) -> StepStats:
-        """Apply one optimizer step on `data`.
+        """Take one optimizer step on `data`.
 
-        `loss_fn(logits, rows)` returns a mean, whose weight is `loss_weight_fn(rows)`: an integer count of rows on the
-        host, by default the trained ones. The gradient is that of the weighted mean over all microbatches and ranks. A
-        `LogprobLoss`, or the `ValueLoss` that an engine with a value head takes, returns sums instead.
+        `loss_fn(logits, rows)` returns a mean over rows. Its weight is `loss_weight_fn(rows)`, an integer count of rows
+        on the host; by default, the trained rows are counted. The gradient is that of the weighted mean over all
+        microbatches and ranks. A `LogprobLoss`, or the `ValueLoss` that an engine with a value head takes, returns sums
+        instead.
 
         If the loss or the gradient norm is not finite on any rank, nothing changes, and `applied` is False.
         """
@@ -422,7 +445,7 @@ class TrainEngine(abc.ABC):
         loss_fn: LossFn | LogprobLoss | ValueLoss,
         loss_weight_fn: LossWeightFn | None = None,
     ) -> StepStats:
-        """Return what `train_batch` would, without a gradient or an optimizer step."""
+        """Return the statistics that `train_batch` would return, without computing a gradient or taking a step."""
 
     @abc.abstractmethod
     def forward(
@@ -433,10 +456,11 @@ class TrainEngine(abc.ABC):
         temperature: float = 1.0,
         entropy: bool = False,
     ) -> Tensor:
-        """Return, as `[N]` float32, the log-probability of each trained token, or its state's value with a value head.
+        """Return the log-probability of each trained token, `[N]` float32.
 
-        post_hook(logits, rows): returns `[T]` values, one per row, to use in place of the log-probabilities.
-        entropy: return the entropy, in nats, of the distribution that each token was sampled from.
+        An engine with a value head returns the value of each trained token's state instead. post_hook(logits, rows):
+        returns `[T]` values, one per row, which replace the log-probabilities. entropy: return instead the entropy, in
+        nats, of the distribution from which each token was sampled.
         """
 
     @abc.abstractmethod
@@ -447,7 +471,7 @@ class TrainEngine(abc.ABC):
     def get_version(self) -> int:
         """Return the version under which the policy is published. `train_batch` increases it if the weights change.
 
-        A loop that publishes only after several updates sets it, so that versions count publications.
+        A loop that publishes only after several updates sets the version itself, so that it counts publications.
         """
 
     @abc.abstractmethod
@@ -455,7 +479,7 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def save(self, path: str | Path, *, with_optimizer: bool = False) -> None:
-        """Write a HF safetensors folder, or a resumable checkpoint with `with_optimizer`."""
+        """Write a HF safetensors folder or, if `with_optimizer`, a checkpoint from which training can resume."""
 
     @abc.abstractmethod
     def load(self, path: str | Path, *, with_optimizer: bool = False) -> None: ...
@@ -469,13 +493,17 @@ class TrainEngine(abc.ABC):
 
     @abc.abstractmethod
     def hf_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        """Stream the full HF tensors, gathered one by one. All ranks iterate, only global rank 0 gets tensors."""
+        """Yield the full HF tensors, which are gathered one by one.
+
+        All ranks iterate, but only global rank 0 gets the tensors.
+        """
 
 
 async def together(awaitables: Iterable[Awaitable[T]]) -> list[T]:
-    """Await all concurrently and return their results in order. If one fails, cancel the others and raise its error.
+    """Await all awaitables concurrently, and return their results in order.
 
-    asyncio.gather would let them continue. TaskGroup before Python 3.13 leaves the calling task marked as cancelled.
+    If one fails, cancel the others and raise its error. asyncio.gather would let the others continue. TaskGroup before
+    Python 3.13 leaves the calling task marked as cancelled.
     """
     failures: list[BaseException] = []
     settled = asyncio.get_running_loop().create_future()  # asyncio.wait would look at all tasks whenever one is done

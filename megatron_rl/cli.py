@@ -32,11 +32,11 @@ FORWARDED = {
     ),
     "replay": ("megatron_rl.replay.replay_command", "repeat a recorded step and name the first value that differs"),
 }
-"""Commands that parse their arguments themselves -> the module with their `main`, and a line of help."""
+"""Commands that parse their arguments themselves -> the module that has their `main`, and a line of help."""
 KINDS = {"sft": {"kind": "supervised"}, "preferences": {"kind": "preference"}}
 PLAN_OPTIONS = ("nodes", "gpus_per_node", "device", "models", "lengths")
 ENDED_BY_SIGPIPE = 141
-"""Shell exit code of a program that wrote to a pipe without a reader."""
+"""Exit code that shells report for a program that wrote to a pipe without a reader."""
 
 
 def main(argv: list[str] | None = None) -> None:

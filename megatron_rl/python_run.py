@@ -22,7 +22,9 @@ from megatron_rl.telemetry.run_log import RunRecord, read_run
 
 
 def train_on(rows: Any, model: str | Path | Mapping[str, Any], reward: Any = None, **options: Any) -> Run:
-    """Train a model on prompts with a reward, and return the run with its metrics, samples and report. See Run.
+    """Train a model on prompts with a reward. Return the run with its metrics, samples and report.
+
+    Arguments are as in Run.
 
     run = train_on(rows, "models/smollm2-135m-instruct", reward, generation={"n_samples": 8}, run={"steps": 20})
     run.metrics[-1]["reward/mean"]
@@ -99,7 +101,7 @@ class Run:
     # -- steps
 
     def step(self) -> dict[str, Any] | None:
-        """Take the next step and return its metrics; None if the run is over."""
+        """Take the next step and return its metrics. Return None if the run is over."""
         if self.is_over:
             return None
         try:
@@ -118,7 +120,7 @@ class Run:
         return None if done is None else dict(self._run.log_file.newest)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Take the remaining steps, yielding each one's metrics."""
+        """Take the remaining steps. After each, yield its metrics."""
         while (metrics := self.step()) is not None:
             yield metrics
 
@@ -156,7 +158,7 @@ class Run:
 
     @property
     def record(self) -> RunRecord:
-        """Contents of the run's files: steps, evaluations, and samples by (split, step)."""
+        """Contents of the run's files: steps, evaluations, and samples. The samples' keys are (split, step)."""
         return read_run(self.folder)
 
     @property
@@ -166,7 +168,7 @@ class Run:
 
     @property
     def evaluations(self) -> list[dict[str, Any]]:
-        """Scores on held-out prompts, for each step that was evaluated."""
+        """Scores on held-out prompts, one entry for each step at which the model was evaluated."""
         return self.record.evaluations
 
     @property
@@ -176,7 +178,10 @@ class Run:
         return steps[max(steps)] if steps else []
 
     def save(self, folder: str | Path) -> None:
-        """Write the current weights as a Hugging Face folder. The run itself writes the last ones to `final`."""
+        """Write the current weights as a Hugging Face folder.
+
+        The run itself writes the final ones to its subfolder `final`.
+        """
         if self._run is None or self.is_over:
             raise RuntimeError(f"save({str(folder)!r}): the run has no engine now; call it between two steps.")
         next(iter(self._run.trained.values())).save(folder)
@@ -192,7 +197,10 @@ class Run:
 def config_on(
     rows: Any, model: str | Path | Mapping[str, Any], reward: Any, *, held_out: Any = None, **options: Any
 ) -> tuple[TrainConfig, Given]:
-    """Build the config, and the `Given` with the rows and functions, from the arguments of Run. Raises ValueError."""
+    """Build the config from the arguments of Run. Return it and the `Given` that holds the passed rows and functions.
+
+    Raises ValueError.
+    """
     sections = {name: dict(part) if isinstance(part, Mapping) else part for name, part in options.items()}
     named = dict(model) if isinstance(model, Mapping) else {"path": str(model)}
     own: dict[str, dict[str, Any]] = {"model": named, "data": {}, "rollout": {}, "run": {}}

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 
 def train(config: TrainConfig, *, resume: str = "", kind: str = "") -> bool:
-    """Run the training that the config describes. Return False if a stop signal ended it early. Collective."""
+    """Run the training that the config describes. Return False if a stop signal ended it early.
+
+    resume: `auto`, or a checkpoint's folder, to resume a run. kind: see `parts_of`. Collective: every rank calls it.
+    """
     parts = parts_of(config, kind=kind)
     with parts.run(config, resume=resume) as run:
         for _ in parts.steps(run):
@@ -31,7 +34,7 @@ def train(config: TrainConfig, *, resume: str = "", kind: str = "") -> bool:
 
 
 def rl_steps(run: RLRun) -> Iterator[int]:
-    """Run the RL steps, yielding the number of completed steps after each. Returns early after a stop signal."""
+    """Run the RL steps. After each, yield the number of completed steps. Returns early after a stop signal."""
     run.begin()
     for step in range(run.first_step, run.config.run.steps):
         batch = run.next_batch(step)
@@ -60,7 +63,7 @@ def rl_steps(run: RLRun) -> Iterator[int]:
 
 
 def row_steps(run: RowRun) -> Iterator[int]:
-    """Run the steps of supervised or preference training, yielding the number of completed steps after each.
+    """Run the steps of supervised or preference training. After each, yield the number of completed steps.
 
     Returns early after a stop signal.
     """

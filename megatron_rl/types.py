@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # slower to import than torch itself, and not needed by the r
 TOKEN_KEYS = {"input_ids": torch.int32, "loss_mask": torch.bool, "logprobs": torch.float32, "versions": torch.int32}
 """Per-token tensors that every trajectory has, with their dtypes."""
 WIDE_COLUMNS = (route_columns.COLUMN, supports.COLUMN, supports.ADJUSTMENT)
-"""Per-token columns with several numbers per token."""
+"""Names of the per-token columns that have several numbers per token."""
 
 
 @dataclass(kw_only=True)
@@ -41,15 +41,17 @@ class LLMRequest:
     gconfig: GenerationConfig = field(default_factory=GenerationConfig)
     metadata: dict[str, Any] = field(default_factory=dict)
     begun: LLMResponse | None = None
-    """Partial reply to continue. Engines that stream append tokens to it, so that a cancelled call loses none."""
+    """Partial reply to continue. A streaming engine appends new tokens to it, so that a cancelled call loses none."""
     grammar: dict[str, str] | None = None
-    """Constraint on the reply: one of SGLang's keys `json_schema`, `regex`, `ebnf` and `structural_tag`, and its value.
-    The reply is sampled from the allowed tokens, so it may be trained only if it has a `support`."""
+    """Constraint on the reply: {key: value} with one of SGLang's keys `json_schema`, `regex`, `ebnf` and
+    `structural_tag`. Tokens are sampled only from the allowed ones, so the reply may be trained only if it has a
+    `support`."""
     changed_size: int = 0
-    """Places for tokens whose logits penalties and biases change, if the reply is trained over the whole vocabulary.
-    The reply then has an `adjustment`."""
+    """Maximum number of tokens whose logits penalties and biases change, if the reply is trained over the whole
+    vocabulary. The reply then has an `adjustment`."""
     on_tokens: Callable[[list[int]], None] | None = field(default=None, repr=False, compare=False)
-    """Called by a streaming engine on its event loop, as tokens arrive, with all tokens of the reply so far."""
+    """Called by a streaming engine, on its event loop, whenever tokens arrive. It gets all tokens of the reply so
+    far."""
 
     def __post_init__(self) -> None:
         self.input_ids = token_list(self.input_ids)
@@ -98,7 +100,7 @@ class Runs:
 
     @classmethod
     def of_pairs(cls, pairs: Sequence[tuple[int, int]]) -> Runs:
-        """Build from (value, length) pairs."""
+        """Build the runs from (value, length) pairs."""
         columns = np.array([value for value, _ in pairs], np.int32), np.array([length for _, length in pairs], np.int32)
         return cls(*map(torch.from_numpy, columns))
 
@@ -114,16 +116,17 @@ class Runs:
         return torch.repeat_interleave(self.values, self.lengths)
 
     def at(self, places: Tensor) -> Tensor:
-        """Return the numbers at `places` (`[n]` int64) as `[n]` int32."""
+        """Return the values at the positions `places` (`[n]` int64) of the decoded tensor, as `[n]` int32."""
         return self.values[torch.searchsorted(self.lengths.cumsum(0), places, right=True)]
 
 
 @dataclass(frozen=True, eq=False)
 class SampledTokens:
-    """Tokens that a server generated, about 8 bytes each. They never change.
+    """Tokens that a server generated, stored in about 8 bytes each. They never change.
 
-    ids: `[n]` int32. logprobs: `[n]` float32, at the sampling temperature; over the tokens that top-k, top-p and min-p
-    kept if the server records them, else over all. versions: the policy version that sampled each token.
+    ids: `[n]` int32. logprobs: `[n]` float32, at the sampling temperature. They are over the tokens that top-k, top-p
+    and min-p kept if the server reports these, otherwise over the whole vocabulary. versions: policy version that
+    sampled each token.
     """
 
     ids: Tensor
@@ -176,17 +179,18 @@ class LLMResponse:
     input_tokens: list[int]
     sampled: SampledTokens
     stop_reason: str
-    """`stop`, `length` or `abort` (an incomplete reply, for example because the client gave up resuming it)."""
+    """`stop`, `length`, or `abort` for an incomplete reply, for example because the client gave up resuming it."""
     text: str = ""
-    """Servers decode it in parts, so a character whose tokens are in two parts is garbled."""
+    """The decoded reply. Servers decode it in parts, so a character whose tokens are in two parts is garbled."""
     latency_s: float = 0.0
     interruptions: int = 0
     routes: Tensor | None = None
-    """`[input_len + output_len - 1, layers, slots]`: the experts that each token was routed to, in the format of
-    megatron_rl/routes.py. The model has not read the last token. None if algo.routing_replay is off."""
+    """`[input_len + output_len - 1, layers, slots]`: the experts to which each token was routed, in the format of
+    megatron_rl/routes.py. The last token has none, because the model has not read it. None if algo.routing_replay is
+    off."""
     support: Tensor | None = None
-    """`[output_len, W]` int32: the tokens from which each token was sampled, over which `sampled.logprobs` are then, in
-    the format of megatron_rl/support.py. None if generation.top_k is -1."""
+    """`[output_len, W]` int32: the tokens from which each token was sampled, in the format of megatron_rl/support.py.
+    `sampled.logprobs` are over these tokens. None if generation.top_k is -1."""
     adjustment: Tensor | None = None
     """`[output_len, W, P]` float32: how penalties and biases changed the logits of these tokens, in the format of
     megatron_rl/support.py. None if the request has no such option."""
@@ -240,7 +244,10 @@ class LLMResponse:
 
     @property
     def output_logprobs(self) -> list[float]:
-        """Log p of each output token at the sampling temperature, over its `support` if the reply has one."""
+        """Log p of each output token at the sampling temperature.
+
+        It is over the token's `support` if the reply has one.
+        """
         return list(self.sampled.logprobs.tolist())
 
     @property
@@ -252,15 +259,16 @@ class LLMResponse:
 PART = "part/"
 """Name prefix of columns that hold one part of the reward."""
 TURN_REWARDS = "turn_rewards"
-"""Per-token column: each turn's reward on the last token of the reply that earned it, 0 elsewhere."""
+"""Name of the per-token column that has each turn's reward on the last token of the turn's reply, and 0 elsewhere."""
 REUSED = "is_reused"
-"""Batch column: 1 for trajectories of groups that an earlier step has trained, 0 for fresh ones."""
+"""Name of the per-trajectory column that is 1 for groups that an earlier step has trained, and 0 for fresh ones."""
 
 
 class Reward(float):
-    """A weighted sum of named parts that also stores these parts. Arithmetic on it returns plain floats.
+    """A reward that is a weighted sum of named parts, and also stores these parts.
 
-    A workflow creates it from a reward function's dict of parts, or from several functions of rollout.recipe:
+    Arithmetic on it returns plain floats. A workflow creates it from a reward function's dict of parts, or from several
+    functions of rollout.recipe:
 
         Trajectory.from_reply(reply, Reward(1.0, {"right": 1.0, "tagged": 0.0}))  # sequence["part/right"] is 1.0
     """
@@ -282,13 +290,13 @@ class Trajectory:
     """
 
     input_ids: Tensor
-    """int32. A batch converts this and the next three tensors to the dtypes stated here."""
+    """int32 token ids. A batch converts this and the next three tensors to the dtypes that are stated here."""
     loss_mask: Tensor
     """bool: True if the token was generated and is trained."""
     logprobs: Tensor
     """float32 behavior log-probabilities; 0 for prompt tokens."""
     versions: Tensor
-    """int32 policy version that sampled the token; -1 for prompt tokens."""
+    """int32: the policy version that sampled each token; -1 for prompt tokens."""
     reward: float
     tokens: dict[str, Tensor] = field(default_factory=dict)
     """Further per-token tensors, such as `turn_rewards`, and `routes`, `support` and `adjustment` as in LLMResponse."""
@@ -297,7 +305,8 @@ class Trajectory:
     is_cut_off: bool = False
     """True if the last reply or the dialogue hit a length limit. rollout.cut_off decides whether to train on it."""
     split: str = ""
-    """For an agent's dialogue: why it does not continue, or only begins as, an earlier dialogue of its episode."""
+    """Only for an agent's dialogue: the reason why it is a new dialogue and no continuation of an earlier one of its
+    episode."""
 
     def __post_init__(self) -> None:
         if isinstance(self.reward, Reward):
@@ -328,18 +337,18 @@ class Trajectory:
 
 
 def route_column(routes: Tensor | None, tokens: int) -> dict[str, Tensor]:
-    """Return {"routes": column} for `tokens` tokens, or {} if routes is None."""
+    """Return {"routes": column}, with a row for each of `tokens` tokens; {} if routes is None."""
     return {} if routes is None else {route_columns.COLUMN: route_columns.with_no_routes(routes, tokens)}
 
 
 def prefix_sums(lengths: Tensor) -> Tensor:
-    """Convert `[B]` lengths to `[B + 1]` int64 offsets of consecutive parts, starting at 0."""
+    """Convert the lengths `[B]` of consecutive parts to their int64 offsets `[B + 1]`, from 0 to the sum."""
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
 
 
 @dataclass
 class TrajectoryBatch:
-    """Ragged trajectories, without padding.
+    """Trajectories of different lengths, stored without padding.
 
         batch["rewards"]                   # [B], one per trajectory
         batch["input_ids"]                 # [N], the tokens of all trajectories, concatenated
@@ -381,7 +390,9 @@ class TrajectoryBatch:
         return self.tokens[key] if key in self.tokens else self.sequences[key]
 
     def __setitem__(self, key: str, value: Tensor) -> None:
-        """Set a column: `[N]` is per token, `[B]` per trajectory. An existing column keeps its kind.
+        """Set a column. A value `[N]` is taken as per-token, a value `[B]` as per-trajectory.
+
+        An existing column keeps its kind.
 
         Raises ValueError for any other shape, and for a new column if N = B makes it ambiguous.
         """
@@ -404,7 +415,7 @@ class TrajectoryBatch:
 
     @property
     def lengths(self) -> Tensor:
-        """Lengths in tokens, `[B]` int64."""
+        """Number of tokens of each trajectory, `[B]` int64."""
         return self.cu_seqlens[1:] - self.cu_seqlens[:-1]
 
     @property
@@ -414,9 +425,10 @@ class TrajectoryBatch:
 
     @property
     def samples(self) -> Tensor:
-        """`[B]` int64: each trajectory's sample, numbered from 0 without gaps.
+        """`[B]` int64: number of the sample that each trajectory belongs to, from 0 without gaps.
 
-        Trajectories of a group with the same value in the column `sample`, such as an agent's dialogues, are one.
+        Trajectories of a group that have the same value in the column `sample`, such as an agent's dialogues, are one
+        sample.
         """
         if "sample" not in self.sequences:
             return torch.arange(len(self))
@@ -427,7 +439,7 @@ class TrajectoryBatch:
 
     @property
     def is_reused(self) -> Tensor:
-        """`[B]` bool: trajectories that an earlier step has trained and this step trains again."""
+        """`[B]` bool: True for trajectories that an earlier step has trained and this step trains again."""
         return self[REUSED] != 0 if REUSED in self else torch.zeros(len(self), dtype=torch.bool)
 
     def fresh(self) -> TrajectoryBatch:
@@ -435,7 +447,7 @@ class TrajectoryBatch:
         return self.select((~self.is_reused).nonzero()[:, 0].tolist()) if REUSED in self else self
 
     def means_of_samples(self, values: Tensor) -> Tensor:
-        """Average `[B]` values of trajectories over each sample: `[S]`."""
+        """Average values `[B]` of trajectories over each sample. The result is `[S]`."""
         if "sample" not in self.sequences:
             return values
         samples = self.samples
@@ -443,18 +455,21 @@ class TrajectoryBatch:
         return totals / torch.bincount(samples)
 
     def spread(self, values: Tensor) -> Tensor:
-        """Broadcast `[B]` values of trajectories to their tokens, `[N]`."""
+        """Repeat values `[B]` of trajectories for each of their tokens. The result is `[N]`."""
         return values[self.sequence_ids]
 
     def sums_of_tokens(self, values: Tensor) -> Tensor:
-        """Sum `[N]` values of tokens over each trajectory: `[B]`, same dtype."""
+        """Sum values `[N]` of tokens over each trajectory. The result is `[B]`, in the same dtype."""
         return self.completed(torch.zeros(len(self), dtype=values.dtype).index_add_(0, self.sequence_ids, values))
 
     # A step's batch has the numbers of all trajectories on every rank, but only the tokens that the rank's replica
     # trains. batch.step_batch.StepBatch overrides these methods for it, which every rank calls in the same order.
 
     def completed(self, values: Tensor) -> Tensor:
-        """Exchange `[B]` values that each rank knows only for trajectories whose tokens it has."""
+        """Complete `[B]` values by those of other ranks.
+
+        Each rank knows the values of trajectories whose tokens it has.
+        """
         return values
 
     def total(self, counts: Tensor) -> Tensor:
@@ -466,14 +481,17 @@ class TrajectoryBatch:
         return self
 
     def shown(self, indices: list[int]) -> TrajectoryBatch:
-        """Return the trajectories `indices` on the main rank. Other ranks may get only some of them, or none."""
+        """Return the trajectories with these indices on the main rank.
+
+        Other ranks may get only some of them, or none.
+        """
         return self.select(indices)
 
     def to(self, device: torch.device | str) -> TrajectoryBatch:
         return TrajectoryBatch.from_columns({name: column.to(device) for name, column in self.columns().items()})
 
     def columns(self) -> dict[str, Tensor]:
-        """Return all tensors by name, for writing or sending: `tokens.KEY`, `sequences.KEY`, `versions.values`, ..."""
+        """Return all tensors by name (`tokens.KEY`, `sequences.KEY`, `versions.values`, ...), to write or send them."""
         found = {f"tokens.{key}": column for key, column in self.tokens.items()}
         found |= {f"sequences.{key}": column for key, column in self.sequences.items()}
         if self.versions is not None:
@@ -491,7 +509,7 @@ class TrajectoryBatch:
         return cls(parts["tokens"], parts["sequences"], parts["cu_seqlens"][""], versions)
 
     def select(self, indices: Iterable[int]) -> TrajectoryBatch:
-        """Return the trajectories of `indices`, in that order."""
+        """Return the trajectories with these indices, in the given order."""
         order = torch.as_tensor(list(indices), dtype=torch.int64)
         lengths = self.cu_seqlens.diff()[order]
         cu_seqlens = prefix_sums(lengths)
@@ -506,9 +524,10 @@ class TrajectoryBatch:
         )
 
     def with_one_more_token(self) -> tuple[TrajectoryBatch, Tensor]:
-        """Append a token 0, marked as trained, to each sequence. Returns the batch and those tokens' rows `[B]`.
+        """Append a token 0 to each sequence, and mark only it as trained.
 
-        A model's result for this token is that for the whole sequence. Other per-token tensors are dropped.
+        Return the batch, and these tokens' rows `[B]`. A model's result for this token is its result for the whole
+        sequence. Per-token tensors other than `input_ids` and `loss_mask` are dropped.
         """
         ends = self.cu_seqlens + torch.arange(len(self.cu_seqlens))  # each sequence before has grown by one
         added = torch.zeros(int(ends[-1]), dtype=torch.bool)
@@ -554,15 +573,15 @@ class TrajectoryBatch:
 
     @classmethod
     def of(cls, data: TrajectoryBatch | TensorDict) -> TrajectoryBatch:
-        """Return ragged trajectories, converting padded tensors if necessary."""
+        """Return `data` as a TrajectoryBatch. Padded tensors are converted."""
         return data if isinstance(data, TrajectoryBatch) else cls.from_padded(data)
 
     @classmethod
     def from_padded(cls, data: Mapping[str, Tensor] | TensorDict) -> TrajectoryBatch:
-        """Convert `[B, L]` tensors, padded on either side, with an `attention_mask` `[B, L]` into a ragged batch.
+        """Convert padded tensors `[B, L]` into a ragged batch. They may be padded on either side.
 
-        `[B, L]` keys become per-token, `[B]` keys per-sequence tensors. Missing `logprobs`, `versions` and `group` are
-        0, -1 and the row number.
+        The mask `attention_mask` `[B, L]` is required. Tensors `[B, L]` become per-token columns, tensors `[B]`
+        per-trajectory columns. Missing `logprobs`, `versions` and `group` become 0, -1 and the row number.
         """
         columns: dict[str, Any] = {str(key): value for key, value in data.items()}
         for required in ("input_ids", "attention_mask", "loss_mask"):
@@ -637,7 +656,7 @@ class StepStats:
     """
 
     loss: float
-    """Loss divided by `weight`, whose gradient is applied."""
+    """Loss divided by `weight`. This is the value whose gradient is applied."""
     weight: float
     """Sum of the loss weights, usually the number of trained tokens."""
     grad_norm: float
@@ -646,9 +665,9 @@ class StepStats:
     """False if loss or gradient were NaN or infinite, and the update was therefore skipped."""
     lr: float
     sums: dict[str, float] = field(default_factory=dict)
-    """Sums of the loss function's statistics. Divide them by `weight` or by one another."""
+    """Sums that the loss function returned. Divide them by `weight` or by one another."""
     fault: str = ""
-    """What was NaN or infinite, and on which rank, if the update was skipped."""
+    """If the update was skipped: what was NaN or infinite, and on which rank."""
     logprobs: Tensor | None = field(default=None, compare=False)
     """`[N]` float32: log p, before the update, of each trained token in this rank's share; 0 for other tokens. Set only
     for a LogprobLoss on MegatronEngine."""
@@ -659,6 +678,6 @@ class StepStats:
 
 @dataclass(frozen=True, kw_only=True)
 class FinetuneSpec:
-    """Length of the training, which learning rate schedules need."""
+    """Length of the training, which learning-rate schedules need."""
 
     total_updates: int

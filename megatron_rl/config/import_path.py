@@ -1,4 +1,4 @@
-"""Import paths `package.module:name` of objects that a config names, and of functions that Python code passes."""
+"""Import paths `package.module:name` of objects that a config names, or that Python code passes."""
 
 from __future__ import annotations
 
@@ -54,16 +54,18 @@ OFFERED: dict[str, dict[str, str]] = {
     "estimator": {},
     "loss": {},
 }
-"""Modules and names of this package that a config may use, by kind. Nothing else in the package, such as code that
-deletes a journal, can be called. Estimators and losses are not listed, because a config names them without a path."""
+"""Objects of this package that a config may use: kind -> module -> names, separated by spaces. A config can use nothing
+else in the package, such as code that deletes a journal. Estimators and losses are not listed, because a config
+names them without a path."""
 
 
 def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None = ()) -> Any:
     """Import the object that `path`, the value of option `key`, names. Raises ValueError if it is not allowed.
 
-    An object is allowed if this package offers it as this `kind` (a key of OFFERED, or empty for any kind), or if its
-    module is in `import_from`, the config's run.import_from. Others are refused, because importing a module runs it,
-    and a config may come from somebody else. import_from=None, for paths that are fixed in code, allows everything.
+    An object is allowed if this package offers it as an object of kind `kind` (a key of OFFERED, or empty for any
+    kind), or if its module is in `import_from`, the config's run.import_from. All others are refused, because importing
+    a module runs its code, and a config may come from somebody else. import_from=None allows everything; it is for
+    paths that are fixed in code.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
@@ -99,7 +101,7 @@ def resolve(path: str, *, key: str, kind: str, import_from: Sequence[str] | None
 
 
 def offered(kind: str) -> list[str]:
-    """Return the import paths of this package that a config may use as this kind; all if `kind` is empty."""
+    """Return the import paths of this package's objects of this kind that a config may use; all if `kind` is empty."""
     kinds = [OFFERED[kind]] if kind else OFFERED.values()
     return [f"{module}:{name}" for modules in kinds for module, names in modules.items() for name in names.split()]
 
@@ -109,7 +111,7 @@ def is_in(package: str, module: str) -> bool:
 
 
 def _imported(kind: str) -> list[Any]:
-    """Return the offered objects whose modules are already imported. Only to these can another module refer."""
+    """Return the offered objects whose modules are already imported. No other module can refer to any but these."""
     pairs = [path.split(":") for path in offered(kind)]
     return [vars(sys.modules[module])[name] for module, name in pairs if module in sys.modules]
 
@@ -124,9 +126,10 @@ def _not_offered(path: str, kind: str) -> str:
 
 
 def refuse_while_importing(what: str) -> None:
-    """Raise ValueError if a module starts `what`, such as a run, while `resolve` imports the module.
+    """Raise ValueError if this is called while `resolve` imports a module.
 
-    Without `if __name__ == "__main__":` a program would start itself again in every process that imports its reward.
+    The module would start `what`, such as a run. Without `if __name__ == "__main__":`, a program would start itself
+    again in every process that imports its reward.
     """
     frame: FrameType | None = sys._getframe(1)
     file, line = "", 0
@@ -142,7 +145,10 @@ def refuse_while_importing(what: str) -> None:
 
 
 def check_call(function: Callable[..., Any], given: int, args: Mapping[str, Any], *, key: str) -> None:
-    """Raise ValueError unless `function` accepts `given` positional arguments plus `args`. `key` names the option."""
+    """Raise ValueError unless `function` accepts `given` positional arguments and the keyword arguments `args`.
+
+    key: the option that has the arguments.
+    """
     try:
         inspect.signature(function).bind(*[None] * given, **args)
     except TypeError as error:
@@ -150,7 +156,10 @@ def check_call(function: Callable[..., Any], given: int, args: Mapping[str, Any]
 
 
 def _check_home(module: str, what: str, import_from: Sequence[str] | None) -> None:
-    """Raise a ValueError starting with `what` unless the module belongs to this package or to `import_from`."""
+    """Raise ValueError unless the module is in this package or in a package of `import_from`.
+
+    what: beginning of the message.
+    """
     if import_from is None or any(is_in(home, module) for home in (OURS, *import_from)):
         return
     declared = ",".join([*import_from, module.partition(".")[0]])
@@ -183,9 +192,9 @@ class GivenPath(str):
 
 
 def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
-    """Return the import path under which another process finds a function, a class or `__main__:name`.
+    """Return the import path under which another process finds a function, a class, or a given `__main__:name`.
 
-    Raises ValueError if there is none; `what` is then what those processes would do with the object.
+    Raises ValueError if there is none. what: what those processes would do with the object, for the message.
     """
     if isinstance(given, str):
         module, _, name = given.partition(":")
@@ -202,7 +211,10 @@ def path_of(given: Any, *, key: str, what: str = "rewards are computed") -> str:
 
 
 def name_of_main(key: str, given: str, what: str = "rewards are computed") -> str:
-    """Return the name under which the running program can be imported without running its `__main__` block."""
+    """Return the module name under which the running program can be imported. Its `__main__` block is not run then.
+
+    Raises ValueError, which names `key`, `given` and `what`, if there is none.
+    """
     main = sys.modules[MAIN]
     if main.__spec__ is not None:  # python -m
         return main.__spec__.name

@@ -21,7 +21,7 @@ from megatron_rl.config.rules import as_part_of, refuse
 from megatron_rl.config.train_config import TrainConfig
 
 MOST_NODES = 100_000
-"""Maximum number of values in a YAML text, whose nested aliases could expand to billions in ten lines."""
+"""Maximum number of values in a YAML text. Ten lines with nested aliases could expand to billions of values."""
 KEY_OF_CONFIG = re.compile(r"\$\{([A-Za-z_]\w*(?:\.\w+)*)\}")
 
 
@@ -51,7 +51,10 @@ def config_of(sections: Mapping[str, Any]) -> TrainConfig:
 
 @contextmanager
 def naming_keys(merged: DictConfig, place: str) -> Iterator[None]:
-    """Turn OmegaConf's errors into a ValueError with the key, its value and `place`, where the user can correct it."""
+    """Turn OmegaConf's errors into ValueErrors that name the key and its value.
+
+    place: where the user can correct the value.
+    """
     try:
         yield
     except OmegaConfBaseException as error:
@@ -62,7 +65,10 @@ def naming_keys(merged: DictConfig, place: str) -> Iterator[None]:
 
 
 def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
-    """Check the merged sections and build the config. missing: advice for an option KEY without a value."""
+    """Check the merged sections and build the config.
+
+    missing: advice if an option has no value; KEY in it is replaced.
+    """
     # Order matters: nothing is interpolated before it is known to be harmless; only known keys have types.
     refuse_computed_values(merged)
     refuse_unknown_keys(TrainConfig, merged, "")
@@ -82,7 +88,10 @@ def checked(merged: DictConfig, *, missing: str) -> TrainConfig:
 
 
 def take_from_policy(merged: DictConfig) -> None:
-    """Copy the policy's options into the layout and optimizer of a critic and a reward model where they have none."""
+    """Copy the policy's layout and optimizer options to the critic and the reward model.
+
+    An option that these set themselves is not overwritten.
+    """
     wanted = ["critic.parallel", "critic.optimizer"] if OmegaConf.select(merged, "algo.advantage") == "gae" else []
     wanted += ["reward_model.parallel"] if OmegaConf.select(merged, "reward_model.path") else []
     for name in wanted:
@@ -102,7 +111,7 @@ def defaults() -> DictConfig:
 
 
 def changed_yaml(config: TrainConfig) -> str:
-    """Return the keys that differ from their defaults, as YAML."""
+    """Return, as YAML, the options whose values differ from their defaults."""
 
     def changed(now: Any, usual: Any) -> Any:
         parts = {name: value for name, value in now.items() if name not in usual or value != usual[name]}
@@ -114,7 +123,7 @@ def changed_yaml(config: TrainConfig) -> str:
 
 
 def read_sections(path: Path) -> DictConfig:
-    """Read a config file without interpolation. ValueError gives the problem and its line."""
+    """Read a config file without resolving interpolations. Raises ValueError with the problem and its line."""
     if not path.is_file():
         raise ValueError(f"config = {str(path)!r}: no such file; give a config file such as configs/demo.yaml.")
     try:
@@ -139,7 +148,10 @@ def read_sections(path: Path) -> DictConfig:
 
 
 def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
-    """Count the values of a node with all aliases expanded. A node that contains itself counts as above MOST_NODES."""
+    """Count the values of a node with all aliases expanded. A node that contains itself counts as more than MOST_NODES.
+
+    known: counts of nodes so far, by id().
+    """
     if node is None or isinstance(node, yaml.ScalarNode):
         return 1
     if id(node) not in known:
@@ -150,9 +162,10 @@ def nodes_written(node: yaml.Node | None, known: dict[int, int]) -> int:
 
 
 def is_text(key: str, text: str) -> bool:
-    """Return True if an override's value is taken literally, not parsed as YAML.
+    """Return True if an override's value is taken literally instead of parsed as YAML.
 
-    These are values of options of type str, unless quoted or null, and values with a part that YAML reads as a comment.
+    That is so for options of type str, unless the value is quoted or null, and for values in which YAML would read a
+    comment.
     """
     if not text.strip():
         return True
@@ -179,7 +192,7 @@ def value_of(text: str, override: str) -> Any:
 
 
 def refuse_computed_values(given: DictConfig) -> None:
-    """Raise ValueError for every interpolation except `${another.key}` where that key's value is literal.
+    """Raise ValueError for every interpolation except `${another.key}`, if that key's value is written out.
 
     OmegaConf would call resolvers, and insert environment variables, which may be secret, into a config that is stored.
     """
@@ -197,7 +210,7 @@ def refuse_computed_values(given: DictConfig) -> None:
 
 
 def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every value that is not a dict or list, with its dotted key."""
+    """Yield (dotted key, value) for every value in nested dicts and lists that is neither."""
     if not isinstance(value, dict | list):
         yield prefix, value
         return
@@ -206,14 +219,14 @@ def leaves(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def member(written: Any, key: str) -> Any:
-    """Return the value at a dotted key, or None."""
+    """Return the value at a dotted key of nested dicts; None if there is none."""
     for name in key.split("."):
         written = written.get(name) if isinstance(written, dict) else None
     return written
 
 
 def wrap_single_values(schema: type, given: DictConfig) -> None:
-    """Wrap a single value in a list if the option is a list, as in run.import_from=my_rewards."""
+    """Wrap each single value in a list if its option is a list, as in run.import_from=my_rewards."""
     for name, kind in get_type_hints(schema).items():
         if name not in given:
             continue
@@ -246,7 +259,7 @@ def refuse_unknown_keys(schema: type, given: DictConfig, prefix: str) -> None:
 
 
 def sections_of(schema: type, prefix: str = "") -> dict[str, type]:
-    """Return the dataclass of each section and nested section, by dotted name."""
+    """Return the dataclass of each section and nested section, by its dotted name."""
     found: dict[str, type] = {}
     for name, kind in get_type_hints(schema).items():
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):

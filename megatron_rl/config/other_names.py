@@ -1,4 +1,4 @@
-"""Option names of AReaL, TRL, verl and slime with the key used here, so that error messages can suggest it.
+"""The options here that match those of AReaL, TRL, verl and slime, so that error messages can suggest them.
 
 docs/from_other_trainers.md has them as tables, with the differences.
 """
@@ -87,7 +87,9 @@ OURS: dict[str, str] = {name: key for key, names in OTHERS.items() for name in n
 
 
 def ours(key: str) -> str:
-    """Return the key here that matches another trainer's `key`, ignoring its leading sections; '' if there is none.
+    """Return this package's key that matches another trainer's `key`, or '' if there is none.
+
+    Leading sections of `key` are ignored.
 
     ours("actor_rollout_ref.rollout.n")  # "generation.n_samples"
     """

@@ -26,23 +26,23 @@ _OPTIONS = {
     + " ".join(f"{section}.{name}" for section in ("optimizer", "critic.optimizer") for name in _SCHEDULE.split()),
 }
 ON_RESUME: dict[str, str] = {key: rule for rule, keys in _OPTIONS.items() for key in keys.split()}
-"""Rule of an option, by dotted key. The new value of any other option applies from now on."""
+"""Dotted key of an option -> its rule. For options without a rule, the new value applies from the resumed step on."""
 STEERED = {"algo.kl_coefficient": "kl_target", "algo.entropy_coefficient": "entropy_target"}
-"""Coefficients that the run adapts if the option after the colon is above 0. Their configured values are then only
-initial values."""
+"""Coefficient -> the option whose value, if above 0, lets the run adapt the coefficient. The configured coefficient is
+then only an initial value."""
 
 
 def saved_form(config: TrainConfig) -> dict[str, Any]:
-    """Return the config as JSON data, as stored in a checkpoint.
+    """Return the config as JSON data, in the form that a checkpoint stores.
 
-    Values that JSON cannot represent become their type's name.
+    A value that JSON cannot represent is replaced by the name of its type.
     """
     text = json.dumps(dataclasses.asdict(config), default=lambda value: type(value).__qualname__)
     return dict(json.loads(text))
 
 
 def changes_at_resume(saved: dict[str, Any], config: TrainConfig, checkpoint: str) -> list[str]:
-    """List the options changed since a checkpoint, as lines to show. Raises ValueError if one of them may not change.
+    """Return lines that list the options changed since a checkpoint. Raises ValueError if one of them may not change.
 
     saved: the checkpoint's config in its `saved_form`. Options missing in `saved` are newer than the checkpoint and
     count as unchanged.
@@ -67,7 +67,10 @@ def changes_at_resume(saved: dict[str, Any], config: TrainConfig, checkpoint: st
 
 
 def _refusal(key: str, before: dict[str, Any], now: dict[str, Any]) -> str:
-    """Return why a changed option is refused; empty if it is allowed."""
+    """Return the reason why a changed option is refused; empty if the change is allowed.
+
+    before, now: all options' values.
+    """
     rule = ON_RESUME.get(key)
     if rule == FIXED:
         return "a run keeps it from its start to its end"
@@ -81,7 +84,7 @@ def _refusal(key: str, before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _options(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every option of a config's saved form with its dotted key."""
+    """Yield (dotted key, value) for every option of a config's saved form."""
     for name, value in config.items():
         key = f"{prefix}{name}"
         if key in SECTIONS and isinstance(value, dict):

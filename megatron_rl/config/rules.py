@@ -1,4 +1,4 @@
-"""Validation rules of config fields, declared next to their defaults.
+"""Validation rules of config fields, which are declared next to the fields' defaults.
 
     @dataclass(kw_only=True)
     class BatchConfig(Section, name="batch"):
@@ -20,12 +20,12 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 
 class Rule(NamedTuple):
     text: str
-    """The rule and, after a semicolon, the fix or an example."""
+    """The rule in words and, after a semicolon, the fix or an example."""
     holds: Callable[[Any], bool]
 
 
 class Section:
-    """A section of the config: a dataclass whose fields have a rule from the functions below, or none."""
+    """A section of the config: a dataclass in which each field may have a rule from the functions below."""
 
     section: ClassVar[str]
 
@@ -44,7 +44,7 @@ class Section:
 
 
 def rules_of(section: Any) -> dict[str, Rule]:
-    """Return the rules of a section's fields by name; fields that accept any value have none."""
+    """Return the rules of a section's fields, by field name. Fields that accept any value have none."""
     return {f.name: f.metadata["rule"] for f in dataclasses.fields(section) if "rule" in f.metadata}
 
 
@@ -67,7 +67,10 @@ def above(bound: int, unit: str = "", *, default: Any, hint: str = "") -> Any:
 
 
 def within(interval: str, *, default: Any, hint: str = "") -> Any:
-    """Return a field for a number in an interval in mathematical notation: "(0, 1]" excludes 0."""
+    """Return a dataclass field for a number in an interval.
+
+    The interval is in mathematical notation: "(0, 1]" excludes 0.
+    """
     low, high = map(float, interval[1:-1].split(","))
 
     def holds(value: float) -> bool:
@@ -91,7 +94,10 @@ ENTERED: dict[str, set[str]] = {"estimator": set(), "loss": set(), "pair_loss": 
 
 
 def name_or_import_path(names: tuple[str, ...], *, kind: str, default: str) -> Any:
-    """Return a field for a name in the catalogue (kind: a key of ENTERED), an import path, or the default."""
+    """Return a dataclass field for a name, an import path, or the default.
+
+    The name is one of `names`, or one that users have registered. kind: key of ENTERED.
+    """
 
     def holds(value: str) -> bool:
         return value in names or value in ENTERED[kind] or is_import_path(value) or value == default
@@ -106,13 +112,13 @@ def is_import_path(text: str) -> bool:
 
 
 def refuse(key: str, value: object, rule: str) -> NoReturn:
-    """Raise ValueError with the dotted key, the value found, and "rule; fix"."""
+    """Raise ValueError with the dotted key and the value. rule: the rule and, after a semicolon, the fix."""
     raise ValueError(f"{key} = {value!r}: {rule}.")
 
 
 @contextmanager
 def as_part_of(name: str) -> Iterator[None]:
-    """Replace a section's short name in error messages, such as `parallel`, by its full name."""
+    """Replace a section's short name, such as `parallel`, by its full name `name` in error messages of the block."""
     short = name.rpartition(".")[2]
     try:
         yield

@@ -19,7 +19,7 @@ def finite(text: str) -> float:
 
 
 def repeated(pairs: list[tuple[str, Any]]) -> str | None:
-    """Return a key that occurs more than once in an object; None if there is none."""
+    """Return a key that occurs more than once in a JSON object's pairs; None if there is none."""
     if len(dict(pairs)) == len(pairs):
         return None
     names = [name for name, _ in pairs]
@@ -36,7 +36,10 @@ DECODER = json.JSONDecoder(parse_constant=refuse_constant, parse_float=finite)
 
 
 def read_json(text: str | bytes) -> Any:
-    """Parse a JSON text. The last value of a duplicate key counts. Raises ValueError, RecursionError if too deep."""
+    """Parse a JSON text. If an object has duplicate keys, the last value counts.
+
+    Raises ValueError, or RecursionError if the nesting is too deep.
+    """
     return json.loads(text, parse_constant=refuse_constant, parse_float=finite)
 
 

@@ -111,7 +111,7 @@ class TrainConfig:
             refuse(f"megatron.{cut}", self.megatron[cut], rule)
 
     def _check_data(self) -> None:
-        """Check the options that choose between RL and training on data, and those that only one of them has."""
+        """Check the options that choose between RL and training on data, and those that only one of the two has."""
         data, mixed, updates = self.data, self.demonstrations, self.batch.updates_per_step
         if self.supervised.answer and self.preference.loss:
             rule = f"preference.loss = {self.preference.loss!r} is set too, and a run learns from one of the two"
@@ -223,7 +223,7 @@ class TrainConfig:
             self.draft.refuse("kind", "rollout.exact = true has no sums of a fixed order for it; leave one of them out")
 
     def _refuse_offload_of_what_moves(self) -> None:
-        """Refuse an optimizer on the host if its engine also leaves the GPU as a whole."""
+        """Refuse to keep an optimizer on the host if its whole engine is moved off the GPU at times."""
         shares = "run.offload" if self.run.offload else "rollout.colocated" if self.rollout.colocated else ""
         if not shares or self.learns_from_data:
             return
@@ -234,7 +234,7 @@ class TrainConfig:
                 refuse(key, True, f"{rule}; leave it out, or set {shares}=false")
 
     def _check_sampling(self) -> None:
-        """Refuse sampling whose probabilities the trainer could not compute."""
+        """Refuse sampling options for which the trainer could not compute the tokens' probabilities."""
         generation = self.generation
         own = "Evaluations have eval.top_p and eval.temperature of their own"
         if generation.greedy:
@@ -264,7 +264,7 @@ class TrainConfig:
                 generation.refuse(name, f"{rule}; {way_out}, {or_computed}or set it to {everything}. {own}")
 
     def _check_computed_supports(self) -> None:
-        """Refuse options with which the trainer could not compute what a token was sampled from."""
+        """Refuse options with which the trainer could not compute from which tokens each token was sampled."""
         generation, rollout = self.generation, self.rollout
         if self.teacher.is_there:
             way_out = "leave top_k, top_p and min_p out, or the teacher"
@@ -286,7 +286,10 @@ class TrainConfig:
             generation.refuse("supports", f"the trainer computes supports with the step's weights, but {older}")
 
     def _check_supports(self) -> None:
-        """Refuse options that need log-probabilities over the whole vocabulary."""
+        """Refuse options that need log-probabilities over the whole vocabulary.
+
+        With generation.top_k, servers report log-probabilities over the kept tokens only.
+        """
         if self.teacher.is_there:
             way_out = "set it to -1, or leave the teacher out"
             self.generation.refuse("top_k", f"{WHOLE_OF_TEACHER} the tokens that servers kept; {way_out}")
@@ -295,7 +298,10 @@ class TrainConfig:
             self.generation.refuse("top_k", f"{rule}; set it to -1, or leave rollout.router out")
 
     def _check_changed_tokens(self) -> None:
-        """Refuse changes of the whole vocabulary's logits that the trainer could not repeat."""
+        """Refuse penalties and biases that the trainer could not repeat.
+
+        They change logits of replies that are trained over the whole vocabulary.
+        """
         generation, (name, nothing) = self.generation, self._adjustment
         if generation.changed_size > MOST_CHANGED:
             replies = (
@@ -312,7 +318,7 @@ class TrainConfig:
             generation.refuse(name, f"{rule}; set it to {nothing}, or leave rollout.router out")
 
     def _check_counted_tokens(self) -> None:
-        """Refuse penalties whose counts of tokens an SGLang server would not keep."""
+        """Refuse penalties that depend on counts of tokens, if an SGLang server would not count correctly."""
         if self.rollout.backend != "sglang" or not self.starts_servers or not self.generation.counts_tokens:
             return
         name, _ = self._adjustment
@@ -325,7 +331,7 @@ class TrainConfig:
 
     @property
     def _adjustment(self) -> tuple[str, Any]:
-        """The first option of `generation` that changes logits, and the value with which it would change none."""
+        """The first option of `generation` that changes logits, and the value with which it changes none."""
         return next(it for it in UNADJUSTED.items() if getattr(self.generation, it[0]) != it[1])
 
     def _check_routing_replay(self) -> None:
@@ -360,7 +366,7 @@ class TrainConfig:
 
     @property
     def _learns_from_equal_rewards(self) -> str:
-        """Setting that lets groups with equal rewards still contribute to training; empty if there is none."""
+        """The setting that lets groups with equal rewards contribute to training; empty if there is none."""
         if source := self.algo.learns_from_equal_rewards:
             return source
         if self.teacher.is_there:
@@ -373,7 +379,7 @@ class TrainConfig:
 
     @property
     def collective_timeout_s(self) -> float:
-        """Timeout for a collective of the trainer's ranks, also while servers start.
+        """Timeout in seconds for a collective of the trainer's ranks, which may last while servers start.
 
         It is long enough that the hang watch reports late ranks first.
         """
@@ -395,12 +401,12 @@ class TrainConfig:
 
     @property
     def learns_from_data(self) -> bool:
-        """True if the rows of data.train contain what is learned (answers or pairs); False for RL."""
+        """True if the rows of data.train contain what is to be learned (answers or pairs); False for RL."""
         return bool(self.supervised.answer or self.preference.loss)
 
     @property
     def chosen_data(self) -> str:
-        """Name and value of the option that makes this run train on data, for messages."""
+        """Text `name = value` of the option that makes this run train on data, for messages."""
         if self.supervised.answer:
             return f"supervised.answer = {self.supervised.answer!r}"
         return f"preference.loss = {self.preference.loss!r}"
@@ -411,9 +417,10 @@ class TrainConfig:
 
     @property
     def advantage_args(self) -> dict[str, Any]:
-        """Keyword arguments of the estimator: from `critic` for gae, otherwise from `algo.advantage_args`.
+        """Keyword arguments of the advantage estimator.
 
-        For gdpo, the weights default to the recipe's.
+        They come from `critic` for gae, and from `algo.advantage_args` for all others. For gdpo, the weights default to
+        those of rollout.recipe.
         """
         if self.algo.advantage == "gdpo":
             return {"weights": self.rollout.weights} | self.algo.advantage_args
@@ -449,11 +456,11 @@ class TrainConfig:
 
     @property
     def unrouted(self) -> EngineConfig:
-        """The policy's options for other models: without routing replay, adapters and a draft head."""
+        """The policy's engine options, as other models take them: without routing replay, adapters and a draft head."""
         return dataclasses.replace(self.actor, routing_replay="off", lora=LoraConfig(), draft=DraftConfig())
 
     def check_world_size(self, world_size: int) -> None:
-        """Raise ValueError if a layout does not divide the number of processes."""
+        """Raise ValueError if the number of processes does not fit the layout of one of the models."""
         layouts = {"parallel": self.parallel}
         layouts |= {"critic.parallel": self.critic.parallel} if self.has_critic else {}
         layouts |= {"reward_model.parallel": self.reward_model.parallel} if self.reward_model.path else {}

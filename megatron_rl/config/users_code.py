@@ -39,16 +39,20 @@ def place_of(error: BaseException) -> str:
 
 
 def words_of(error: BaseException) -> str:
-    """Return `type: message (file:line)` of an error, with `place_of` it unless this package defines its class."""
+    """Return `type: message (file:line)` of an error.
+
+    The place is left out if this package defines the error's class.
+    """
     words = f"{type(error).__name__}: {error}"
     place = "" if type(error).__module__.startswith("megatron_rl.") else place_of(error)
     return words if place in words else f"{words} ({place})"
 
 
 def place_on(frame: FrameType | None) -> tuple[str, int, str] | None:
-    """Return file, line and function of the user's code that a thread is running; None if it runs this package's code.
+    """Return file, line and function of the user's code that a thread is running. frame: the thread's innermost frame.
 
-    Frames of libraries are skipped, because libraries work for their caller.
+    Return None if the thread runs this package's code. Frames of libraries are skipped, because they work for their
+    caller.
     """
     while frame is not None:
         file = frame.f_code.co_filename
@@ -61,9 +65,10 @@ def place_on(frame: FrameType | None) -> tuple[str, int, str] | None:
 
 
 def call(function: Callable[..., T], given: Sequence[Any], args: Mapping[str, Any], *, key: str, contract: str) -> T:
-    """Call `function(*given, **args)`, which may be the user's and which the config names as `key`.
+    """Call `function(*given, **args)`. The function may be the user's. key: the option that names it.
 
-    A built-in exception from user code becomes a ValueError with the function's name, the line and the contract.
+    If user code raises a built-in exception, raise a ValueError with the function's name, the line and `contract`,
+    which says what the function must do.
     """
     try:
         return function(*given, **args)

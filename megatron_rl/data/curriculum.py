@@ -18,16 +18,17 @@ from megatron_rl.data.data_files import read_rows
 
 
 def digest_of(prompt: dict[str, Any]) -> str:
-    """Return a digest of a prompt's content, independent of the data set or mixture it is in."""
+    """Return a digest of a prompt's content. It does not depend on the data set or mixture that has the prompt."""
     # A mixture adds `source`, but the measured data set may be one of its parts alone.
     own = {name: value for name, value in prompt.items() if name != "source"}
     return hashlib.sha256(json.dumps(own, sort_keys=True, default=str).encode()).hexdigest()[:32]
 
 
 def by_success(prompts: list[dict[str, Any]], path: str, band: list[float]) -> list[dict[str, Any]]:
-    """Return the prompts whose mean reward in the eval.jsonl at `path` is in `band`, ordered by falling reward.
+    """Return the prompts whose mean reward in the eval.jsonl at `path` is in `band`, sorted by falling reward.
 
-    Prompts with equal rewards keep their order. ValueError if a prompt was not measured, or if none is in the band.
+    Prompts with equal rewards keep their order. Raises ValueError if a prompt was not measured, or if none is in the
+    band.
     """
     rates = measured_rates(prompts, path)
     low, high = band
@@ -38,7 +39,7 @@ def by_success(prompts: list[dict[str, Any]], path: str, band: list[float]) -> l
 
 
 def measured_rates(prompts: list[dict[str, Any]], path: str) -> list[float]:
-    """Return each prompt's mean reward in the eval.jsonl at `path`. ValueError if one was not measured."""
+    """Return each prompt's mean reward in the eval.jsonl at `path`. Raises ValueError if a prompt was not measured."""
     rates = {}
     for number, row in enumerate(read_rows(path, key="data.success_rates"), start=1):
         if not (isinstance(row.get("prompt"), str) and row.get("rewards")):
@@ -58,7 +59,7 @@ def measured_rates(prompts: list[dict[str, Any]], path: str) -> list[float]:
 
 
 Outcome = Sequence[float]
-"""A finished prompt: its position in the stream of prompts, its index in the list, and its group's mean reward."""
+"""Outcome of a prompt: its position in the stream of prompts, its index in the list, and its group's mean reward."""
 
 
 class SuccessRates:
@@ -74,18 +75,27 @@ class SuccessRates:
     """
 
     def __init__(self, options: DataConfig, *, seed: int, measured: Sequence[float] = ()) -> None:
-        """measured: initial rates of all prompts. `rates` are by the prompt's index in the list."""
+        """measured: initial rates of all prompts, in the list's order.
+
+        `rates` maps a prompt's index in the list to its rate.
+        """
         self.options, self.seed = options, seed
         self.rates: dict[int, float] = dict(enumerate(measured))
 
     def add(self, outcomes: Iterable[Outcome]) -> None:
-        """Update the rates, in the given order, with groups that were trained or discarded because of equal rewards."""
+        """Update the rates with the outcomes, in the given order.
+
+        They are those of groups that were trained, or discarded because their rewards were equal.
+        """
         for _, place, reward in outcomes:
             place = int(place)
             self.rates[place] = (self.rates[place] + reward) / 2 if place in self.rates else float(reward)
 
     def chance(self, place: int) -> float:
-        """Return the probability, in (0, 1], of training the prompt at this index of the list when it comes up."""
+        """Return the probability, in (0, 1], with which this index's prompt is trained when it comes up.
+
+        place: the prompt's index in the list.
+        """
         rate = self.rates.get(place)
         if rate is None:
             return 1.0
@@ -94,7 +104,7 @@ class SuccessRates:
         return min(max(found[self.options.sampling], self.options.least_chance), 1.0)
 
     def takes(self, prompt: dict[str, Any]) -> bool:
-        """Return whether a prompt from a PromptIterator is trained this time."""
+        """Return True if a prompt that a PromptIterator yields is to be trained this time."""
         draw = random.Random(f"{self.seed} chance {prompt['prompt_number']}").random()
         return draw < self.chance(prompt["prompt_index"])
 

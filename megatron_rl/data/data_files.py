@@ -15,7 +15,7 @@ from megatron_rl.config.strict_json import read_unique_json
 HUB = "hf:"
 NEEDS = "run pip install 'megatron-rl[data]'"
 ANSWER_S = 10.0
-"""Timeout for the hub to answer at all. Without it `datasets` retries for minutes."""
+"""Timeout in seconds for the hub's first answer. Without it, `datasets` retries for minutes."""
 LONGEST_REASON = 500
 MADE_BY = (
     "The first lines of a shipped config have the command that makes its files; a data set of the hub can also be "
@@ -35,8 +35,8 @@ def holds_rows(source: str) -> bool:
 def read_rows(source: str, *, key: str, split: str = "") -> list[dict[str, Any]]:
     """Read the rows of a .jsonl or .parquet file, of a folder that `datasets` saved, or of `hf:NAME[:CONFIG]`.
 
-    key: the config key for error messages. A folder or hub name with several splits needs `split`; a file has none.
-    ValueError if the source cannot be read, RuntimeError if a package is missing.
+    key: the config key for error messages. split: required for a folder or hub name that has several splits; a file has
+    none. Raises ValueError if the source cannot be read, and RuntimeError if a package is missing.
     """
     if is_file(source) and split:
         raise ValueError(f"{key} = {source!r}: is a file, which has no split {split!r}; name the split's own file.")
@@ -111,7 +111,7 @@ def read_datasets(source: str, key: str, split: str) -> list[dict[str, Any]]:
 
 
 def find_hub(name: str) -> None:
-    """Raise ConnectionError if the hub does not answer. `datasets` checks later whether the data set exists."""
+    """Raise ConnectionError if the hub does not answer. Whether the data set exists is checked later, by `datasets`."""
     from huggingface_hub import constants
 
     try:
@@ -126,6 +126,9 @@ def find_hub(name: str) -> None:
 
 
 def with_cause(error: Exception) -> str:
-    """Return an error's message with its cause, on one line. `datasets` itself may only say that an error occurred."""
+    """Return an error's message and that of its cause, on one line.
+
+    `datasets` itself may only say that an error occurred.
+    """
     reasons = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
     return " ".join(reasons.split())[:LONGEST_REASON]

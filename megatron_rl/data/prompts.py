@@ -1,4 +1,4 @@
-"""Loads prompts and iterates over them resumably.
+"""Loads prompts, and iterates over them in a way that a resumed run can continue.
 
 A prompt is a dict with exactly one of these:
 - `input_ids`: token ids
@@ -31,7 +31,7 @@ FORMS = ("input_ids", "prompt", "messages")
 PAIR = ("chosen", "rejected")
 RESERVED = ("prompt_number", "prompt_index", "epoch")
 IMPORT_FROM = "import_from"
-"""Argument in which a prompt function that has it receives the config's run.import_from. A config cannot set it."""
+"""Name of an argument: a prompt function that has it receives the config's run.import_from. A config cannot set it."""
 
 
 def load_prompts(
@@ -39,8 +39,10 @@ def load_prompts(
 ) -> list[dict[str, Any]]:
     """Load prompts from a data set (data_files.py), a mixture, or a function `package.module:name` called with `args`.
 
-    A data set accepts only the argument `split`. A `mixture` takes parts by name, each with `source`, `args` and
-    `weight`, and sets each prompt's `source` to its part's name. ValueError for anything else.
+    A data set accepts only the argument `split`. The arguments of a `mixture` are its parts by name, each with
+    `source`, `args` and `weight`. It sets each prompt's `source` to the name of its part. Raises ValueError for
+    anything else.
+
     key: the config key of `source`, for error messages. import_from: the config's run.import_from.
     """
     args = args or {}
@@ -63,7 +65,10 @@ def load_prompts(
 
 
 def load_held_out(config: TrainConfig) -> dict[str, list[dict[str, Any]]]:
-    """Load the prompts of data.evaluation, named `held_out`, and of eval.sets, in this order; {} if there are none."""
+    """Load the prompts of data.evaluation, as the set `held_out`, and then those of eval.sets.
+
+    Return {} if there are none.
+    """
     allowed, found = config.run.import_from, {}
     if config.data.evaluation:
         source, args = config.data.evaluation, config.data.evaluation_args
@@ -75,7 +80,7 @@ def load_held_out(config: TrainConfig) -> dict[str, list[dict[str, Any]]]:
 
 
 def key_of_args(key: str) -> str:
-    """Return the config key of a source's arguments: data.train_args, or eval.sets.NAME.args."""
+    """Return the config key of the arguments of the source at `key`: data.train_args, or eval.sets.NAME.args."""
     return f"{key.removesuffix('source')}args" if key.endswith("source") else f"{key}_args"
 
 
@@ -115,7 +120,7 @@ def call_source(source: str, args: dict[str, Any], key: str, import_from: Sequen
 
 
 def check_prompt(prompt: Any, where: str) -> None:
-    """Raise ValueError unless `prompt` is a dict with exactly one prompt form, which is not empty."""
+    """Raise ValueError unless `prompt` is a dict with exactly one of the prompt FORMS, which must be valid."""
     if not isinstance(prompt, dict):
         raise ValueError(f"{where}: is {type(prompt).__name__}; must be an object with one of {', '.join(FORMS)}.")
     forms = [form for form in FORMS if form in prompt]
@@ -137,9 +142,9 @@ def check_prompt(prompt: Any, where: str) -> None:
 def as_prompt(row: Row) -> Row:
     """Return the row with its prompt in one of the FORMS.
 
-    Forms that are None are dropped, because data frames fill absent columns with None. A `prompt` that is a list of
-    messages (TRL, verl) becomes `messages`. If `chosen` and `rejected` are whole dialogues, `messages` becomes their
-    common beginning.
+    Forms whose value is None are dropped, because data frames fill missing columns with None. A `prompt` that is a list
+    of messages (as for TRL and verl) becomes `messages`. If `chosen` and `rejected` are whole dialogues, `messages`
+    becomes their common beginning.
     """
     if any(form in row and row[form] is None for form in FORMS):
         row = {name: value for name, value in row.items() if name not in FORMS or value is not None}
@@ -159,7 +164,7 @@ def is_dialogue(value: Any) -> bool:
 
 
 def as_reply(value: Any) -> str | Message | None:
-    """Return a reply given as text, number, message, or a list of one message; None for anything else."""
+    """Return a reply that is given as text, number, message or a list of one message; None for anything else."""
     if isinstance(value, Sequence) and not isinstance(value, str) and len(value) == 1 and isinstance(value[0], dict):
         value = value[0]
     if isinstance(value, dict):
@@ -176,11 +181,11 @@ def says(message: Message) -> bool:
 
 
 class PromptIterator(Iterator[dict[str, Any]]):
-    """Endless iterator over prompts, with an order drawn from (seed, epoch) for each epoch.
+    """Endless iterator over prompts. The order in each epoch is drawn from (seed, epoch).
 
-    Yields copies with `prompt_number` (position in the endless order, from 0), `prompt_index` (position in the list)
-    and `epoch` (from 0). If `weights` maps the prompts' sources to weights, every source has its own epochs and a fixed
-    share of each block of BLOCK prompts, in an order drawn from (seed, block).
+    It yields copies with `prompt_number` (position in the endless order, from 0), `prompt_index` (position in the list)
+    and `epoch` (from 0). `weights` maps the prompts' sources to weights. With it, every source has its own epochs and a
+    fixed share of each block of BLOCK prompts, in an order drawn from (seed, block).
 
         prompts = PromptIterator(load_prompts("my_prompts.jsonl"), seed=1)
         batch = prompts.next_batch(8)
@@ -232,12 +237,15 @@ class PromptIterator(Iterator[dict[str, Any]]):
         return self.prompts[index] | {"prompt_number": number, "prompt_index": index, "epoch": epoch}
 
     def next_batch(self, count: int) -> list[dict[str, Any]]:
-        """Return the next `count` prompts, across epoch ends if necessary."""
+        """Return the next `count` prompts. They may be of several epochs."""
         return [next(self) for _ in range(count)]
 
     @cached_property
     def digest(self) -> str:
-        """Digest of the prompts and their order, the same in every process. Takes a second for 100,000 prompts."""
+        """Digest of the prompts and their order, equal in all processes.
+
+        Computing it takes a second for 100,000 prompts.
+        """
         return digest_of_all(self.prompts)
 
     def state_dict(self) -> dict[str, Any]:
@@ -246,7 +254,10 @@ class PromptIterator(Iterator[dict[str, Any]]):
         return state | ({"weights": self.weights} if self.weights else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the position at which `state_dict` was called. Raises ValueError if prompts or order differ."""
+        """Continue from the position at which `state_dict` was called.
+
+        Raises ValueError if the prompts or their order differ.
+        """
         mine = {"weights": {}} | self.state_dict()
         state = {"weights": {}} | state  # absent in runs without a mixture
         # Checked before the digest: it differs whenever the count does, but its message says less.
@@ -293,8 +304,8 @@ class PromptIterator(Iterator[dict[str, Any]]):
 def digest_of_all(prompts: Sequence[Mapping[str, Any]]) -> str:
     """Return a digest of the prompts and their order.
 
-    Values that JSON lacks count only by their type, because their text could differ between processes. Keys that JSON
-    lacks are skipped.
+    Values that JSON cannot represent count only by their type, because their text could differ between processes. Such
+    keys are skipped.
     """
     encode = json.JSONEncoder(skipkeys=True, default=lambda value: type(value).__qualname__).encode
     whole = hashlib.sha256()

@@ -1,4 +1,4 @@
-"""Prompts made from published data sets, and rewards that match them.
+"""Functions that make prompts from published data sets, and rewards that match these prompts.
 
 `source` is any source of megatron_rl.data.data_files: a file, a folder, or a name on the hub.
 """
@@ -25,9 +25,10 @@ MOST_DIGITS = 30
 
 
 def gsm8k(source: str = "hf:openai/gsm8k:main", split: str = "", count: int | None = None) -> list[dict[str, Any]]:
-    """Grade-school problems (GSM8K, arXiv 2110.14168): rows with `question`, and `answer` that ends like `#### 72`.
+    """Load grade-school problems (GSM8K, arXiv 2110.14168).
 
-    Reward: megatron_rl.rewards:last_number.
+    The source's rows have `question`, and an `answer` that ends like `#### 72`. Reward:
+    megatron_rl.rewards:last_number.
     """
     prompts = []
     for number, row in enumerate(read_rows(source, key="source", split=split)[:count], start=1):
@@ -42,10 +43,11 @@ def gsm8k(source: str = "hf:openai/gsm8k:main", split: str = "", count: int | No
 def math(
     source: str, split: str = "", count: int | None = None, numbers_only: bool = True, levels: list[int] | None = None
 ) -> list[dict[str, Any]]:
-    """Competition problems as in MATH (arXiv 2103.03874): rows with `problem`, and `answer` or a boxed `solution`.
+    """Load competition problems as in MATH (arXiv 2103.03874).
 
-    numbers_only: keep only problems whose answer is a number, which megatron_rl.rewards:last_number can compare.
-    levels: keep only these values of `level`, written as `Level 3` or 3.
+    The source's rows have `problem`, and `answer` or a boxed `solution`. numbers_only: keep only problems whose answer
+    is a number, which megatron_rl.rewards:last_number can compare. levels: keep only these values of `level`, which is
+    written as `Level 3` or 3.
     """
     prompts = []
     for number, row in enumerate(read_rows(source, key="source", split=split), start=1):
@@ -97,7 +99,7 @@ def countdown(
 
 
 def countdown_reward(prompt: str, completions: str, *_: Any, numbers: list[int], target: int, **data: Any) -> float:
-    """Return 1 if the last <answer> is arithmetic over exactly the given numbers with the target as its value, else 0.
+    """Return 1 if the last <answer> uses exactly the given numbers and its value is the target, else 0.
 
     The answer may end in `= target`, but in nothing else. Its text is parsed and never run.
     """
@@ -110,7 +112,7 @@ def countdown_reward(prompt: str, completions: str, *_: Any, numbers: list[int],
 
 
 def code(source: str, split: str = "", count: int | None = None, most_tests: int = 16) -> list[dict[str, Any]]:
-    """Programming problems with tests, from rows of any of these forms, recognized by their columns.
+    """Load programming problems with tests, from rows of any of these forms, which are recognized by their columns.
 
     - `tests`: a list of {input, output} of a program, or of assertions; the problem is in `problem`.
     - `input_output`, as in APPS (arXiv 2105.09938) and TACO: inputs and outputs as JSON, the problem in `question`.
@@ -129,7 +131,7 @@ def code(source: str, split: str = "", count: int | None = None, most_tests: int
 
 
 def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, list[Any]]:
-    """Return a row's problem text and its tests."""
+    """Return a row's problem text and its tests. source, number: the row's place, for error messages."""
     if "tests" in row:
         tests, problem = row["tests"], field_of(row, "problem", source, number)
         if isinstance(tests, dict):
@@ -160,7 +162,10 @@ def program_task(row: dict[str, Any], source: str, number: int) -> tuple[str, li
 
 
 def without_function(head: str, name: str) -> str:
-    """Return `head` without the function `name`: the imports and helpers that the function's test needs."""
+    """Return `head`, the beginning of a program, without the function `name`.
+
+    The result has the imports and helpers that the function's test needs.
+    """
     try:
         tree = ast.parse(f"{head.rstrip()}\n    pass\n")
     except SyntaxError:  # not just a head
@@ -170,7 +175,7 @@ def without_function(head: str, name: str) -> str:
 
 
 def input_tests(inputs: list[Any], outputs: list[Any]) -> list[dict[str, str]]:
-    """Return tests of a program. An input or output may be a list of lines."""
+    """Return a test of a program for each input and its output. An input or output may be a list of lines."""
 
     def text_of(value: Any) -> str:
         return "\n".join(map(str, value)) if isinstance(value, list) else str(value)

@@ -20,14 +20,18 @@ from megatron_rl.types import TrajectoryBatch
 from megatron_rl.workflows.rendering import with_replies
 
 Encoded = tuple[list[int], ...]
-"""Token ids of a prompt, and of each of its replies."""
+"""Token ids of a prompt, followed by those of each of its replies."""
 DIALOGUE = "messages"
-"""Form of a prompt whose last message can be the answer."""
+"""The form of a prompt whose last message can be the answer."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A row with its number in the data set (from 1), and its tokens without and with the longest reply."""
+    """A row that was tokenized once to measure it.
+
+    number: its number in the data set, from 1. prompt_tokens: number of the prompt's tokens. tokens: number of tokens
+    of the prompt and the longest reply.
+    """
 
     number: int
     row: Row
@@ -36,9 +40,10 @@ class Measured:
 
 
 class ReplyRows:
-    """Prompts with the replies `chosen` and `rejected`, or with an answer, validated and tokenized on demand.
+    """Prompts with a reply `chosen` and a reply `rejected`, or with an answer.
 
-    column: the answer's column; DIALOGUE if the answer is the dialogue's last message; None for pairs.
+    They are validated, and tokenized on demand. column: column of the answer; DIALOGUE if the answer is the last
+    message of the dialogue; None for pairs.
 
         pairs = ReplyRows("data.train", rows, tokenizer, context=512)
         batch = pairs.batch([0, 7])  # sequences: 0's chosen reply, its rejected one, then the two of 7
@@ -58,10 +63,10 @@ class ReplyRows:
         vocab: int | None = None,
         limits: DataConfig | None = None,
     ) -> None:
-        """Validate the rows. ValueError names the first row that is invalid or does not fit into `context` tokens.
+        """Validate the rows. Raises ValueError for the first row that is invalid or does not fit into `context` tokens.
 
         setting: the option that requires an answer, for error messages. vocab: size of the model's vocabulary, which
-        all token ids must be below; None disables this check. limits: discard rows above its token limits.
+        all token ids must be below; None disables this check. limits: rows that exceed its token limits are discarded.
         """
         self.tokenizer, self.column, self.setting = tokenizer, column, setting
         if tokenizer.eos_token_id is None:
@@ -94,12 +99,15 @@ class ReplyRows:
         self.left_out = len(rows) - len(kept)
 
     def batch(self, numbers: Iterable[int]) -> TrajectoryBatch:
-        """Return the replies of these rows, numbered from 0. A row that is named twice is included twice."""
+        """Return the rows with these indices, from 0, as a batch.
+
+        A row whose index is given twice is included twice.
+        """
         encoded = [self._encode(self.rows[number]) for number in numbers]
         return join_pairs(encoded) if self.column is None else join_replies(encoded)
 
     def _check(self, row: Row, where: str) -> None:
-        """Raise a ValueError naming `where` if the row lacks a reply."""
+        """Raise ValueError if the row lacks a valid reply. where: the row's place, for the message."""
         if self.column is None:
             for name in PAIR:
                 if as_reply(row.get(name)) is None:
@@ -141,8 +149,8 @@ def load_replies(
 ) -> tuple[ReplyRows, dict[str, TrajectoryBatch]]:
     """Load the training rows of data.train, and the held-out rows of each set.
 
-    Held-out rows are returned as batches, ready for evaluation. Raises ValueError for a row that has no replies,
-    exceeds `context` tokens with its longest reply, or has token ids of `vocab` or more.
+    The held-out rows are returned as batches, ready for evaluation. Raises ValueError for a row that has no reply, that
+    exceeds `context` tokens with its longest reply, or that has token ids of `vocab` or more.
     """
 
     def rows_of(key: str, rows: list[Row], limits: DataConfig | None = None) -> ReplyRows:
@@ -154,7 +162,10 @@ def load_replies(
 
 
 def join_replies(rows: list[Encoded]) -> TrajectoryBatch:
-    """Join the replies of all rows, adjacent per row. Only replies are trained. `group` is the row's number."""
+    """Join the rows into a batch with one sequence per reply, prompt included. A row's sequences are adjacent.
+
+    Only replies are trained. The column `group` is the row's index in `rows`.
+    """
     sequences = [(prompt, reply) for prompt, *replies in rows for reply in replies]
     # Starts with 0, so that the cumulative sum gives the start of each sequence and the end of the last.
     lengths = torch.tensor([0] + [len(prompt) + len(reply) for prompt, reply in sequences])
@@ -167,7 +178,10 @@ def join_replies(rows: list[Encoded]) -> TrajectoryBatch:
 
 
 def join_pairs(rows: list[Encoded]) -> TrajectoryBatch:
-    """Join pairs: sequence 2 n is the chosen reply of pair n, sequence 2 n + 1 the rejected one, and `pair` is n."""
+    """Join pairs into a batch. Sequence 2 n is the chosen reply of pair n, and sequence 2 n + 1 the rejected one.
+
+    The column `pair` is n.
+    """
     batch = join_replies(rows)
     batch.sequences["pair"] = batch["group"]
     return batch

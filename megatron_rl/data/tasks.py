@@ -18,7 +18,10 @@ NUMBER_INSTRUCTION = "End your reply with the final answer as a number."
 
 
 def addition(split: str = "train", seed: int = 0, count: int | None = None, held_out: int = 32) -> list[dict[str, Any]]:
-    """Sums of two digits after two worked examples: `2+3=5\\n8+1=9\\n7+5=` -> `12`. There are 98 problems."""
+    """Make prompts with a sum of two digits after two worked examples: `2+3=5\\n8+1=9\\n7+5=` -> `12`.
+
+    There are 98 problems.
+    """
     pairs = [(x, y) for x in range(10) for y in range(10) if (x, y) not in ADDITION_EXAMPLES]
     examples = "".join(f"{x}+{y}={x + y}\n" for x, y in ADDITION_EXAMPLES)
     chosen = (pairs[i] for i in choose("addition", len(pairs), split, seed, count, held_out))
@@ -28,7 +31,7 @@ def addition(split: str = "train", seed: int = 0, count: int | None = None, held
 def count_ones(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 8, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """Count the ones in a string of 2 to 60 binary digits: `01101001?` -> `4`."""
+    """Make prompts that ask for the number of ones in 2 to 60 binary digits: `01101001?` -> `4`."""
     if not 2 <= digits <= 60:
         raise ValueError(f"digits = {digits}: must be in [2, 60]; 8 is what a tiny model learns in a minute.")
     chosen = choose("count_ones", 2**digits, split, seed, count, held_out)
@@ -38,7 +41,7 @@ def count_ones(
 def count_ones_pairs(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 8, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """`count_ones` as preference pairs: the right count is preferred to a wrong one from 0 to `digits`."""
+    """Make preference pairs for `count_ones`: the right count is preferred to a wrong one from 0 to `digits`."""
     pairs, draw = [], random.Random(f"count_ones_pairs {split} {seed}")
     for problem in count_ones(split, seed, count, digits, held_out):
         wrong = draw.choice([str(n) for n in range(digits + 1) if str(n) != problem["answer"]])
@@ -49,7 +52,7 @@ def count_ones_pairs(
 def sort_digits(
     split: str = "train", seed: int = 0, count: int | None = None, digits: int = 5, held_out: int = 500
 ) -> list[dict[str, Any]]:
-    """Sort 2 to 18 digits in ascending order: `52731>` -> `12357`."""
+    """Make prompts that ask to sort 2 to 18 digits in ascending order: `52731>` -> `12357`."""
     if not 2 <= digits <= 18:
         raise ValueError(f"digits = {digits}: must be in [2, 18]; 5 is what a tiny model learns in a minute.")
     strings = (f"{number:0{digits}d}" for number in choose("sort_digits", 10**digits, split, seed, count, held_out))
@@ -59,7 +62,7 @@ def sort_digits(
 def copy_letters(
     split: str = "train", seed: int = 0, count: int | None = None, letters: int = 3, held_out: int = 64
 ) -> list[dict[str, Any]]:
-    """Task of repeating 2 to 8 letters, each between a and h: `bdh>` -> `bdh`."""
+    """Make prompts that ask to repeat 2 to 8 letters between a and h: `bdh>` -> `bdh`."""
     if not 2 <= letters <= 8:
         raise ValueError(f"letters = {letters}: must be in [2, 8]; 3 is what a tiny model learns from scratch.")
     chosen = choose("copy_letters", 8**letters, split, seed, count, held_out)
@@ -105,8 +108,8 @@ def reasoning_gym(
 ) -> list[dict[str, Any]]:
     """Load a data set of the package reasoning-gym, e.g. name="chain_sum", max_terms=2, max_digits=1.
 
-    The prompt asks for the answer in `answer_in`: `tags` (<answer>..</answer>) or `last_number`. Take another seed for
-    evaluation. Reward: megatron_rl.rewards.procedural:reasoning_gym, or one that finds such an answer.
+    The prompt asks for the answer in the form `answer_in`: `tags` (<answer>..</answer>) or `last_number`. Use another
+    seed for evaluation. Reward: megatron_rl.rewards.procedural:reasoning_gym, or one that finds an answer in this form.
     """
     instructions = {"tags": TAG_INSTRUCTION, "last_number": NUMBER_INSTRUCTION}
     if answer_in not in instructions:
@@ -129,7 +132,10 @@ def reasoning_gym(
 
 
 def choose(task: str, total: int, split: str, seed: int, count: int | None, held_out: int) -> list[int]:
-    """Choose `count` (None: all) of `total` numbered problems, without repetition, from the train or held-out part."""
+    """Choose `count` of `total` numbered problems, without repetition, from the part `split`.
+
+    None chooses all of the part. held_out: number of the problems in the held-out part. It is the same for every seed.
+    """
     if split not in SPLITS:
         raise ValueError(f"split = {split!r}: must be one of {', '.join(SPLITS)}.")
     if not 1 <= held_out < total:

@@ -16,9 +16,9 @@ Entry = TypeVar("Entry")
 
 
 def load_tokenizer(folder: str, template_args: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of `model.path`. Raises ValueError if there is none.
+    """Load the tokenizer in a model's folder. Raises ValueError if there is none.
 
-    template_args: the config's data.template_args, passed to the chat template whenever anything is rendered.
+    template_args: the config's data.template_args, which are passed to the chat template whenever it renders something.
     """
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -32,7 +32,10 @@ def load_tokenizer(folder: str, template_args: Mapping[str, Any] | None = None) 
 def row_ids(
     tokenizer: PreTrainedTokenizerBase, prompt: dict[str, Any], where: str, vocab: int | None = None
 ) -> list[int]:
-    """Return a prompt's token ids. ValueError names the row if it cannot be rendered or has ids of `vocab` or more."""
+    """Return a prompt's token ids.
+
+    Raises ValueError, which names the row by `where`, if it cannot be rendered or has ids of `vocab` or more.
+    """
     try:
         ids = prompt_ids(tokenizer, prompt)
     except ValueError as error:
@@ -42,7 +45,7 @@ def row_ids(
 
 
 def check_ids(ids: Sequence[int], vocab: int | None, where: str) -> None:
-    """Raise ValueError for a token id of `vocab` or more, which has no embedding. None disables the check."""
+    """Raise ValueError for a token id of `vocab` or more, which has no embedding. vocab=None disables the check."""
     if vocab is not None and (highest := max(ids, default=0)) >= vocab:
         raise ValueError(
             f"{where}: has the token id {highest}, and the model's vocabulary has {vocab}; take the model's own "
@@ -51,7 +54,7 @@ def check_ids(ids: Sequence[int], vocab: int | None, where: str) -> None:
 
 
 def training_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:
-    """Return the prompts of data.train that pass the section's filters. Raises ValueError if none does."""
+    """Return the prompts of data.train that pass the data section's filters. Raises ValueError if none does."""
     numbered, longest = list(enumerate(training_rows(config), start=1)), config.data.max_prompt_tokens
 
     def tokens_of(entry: tuple[int, dict[str, Any]]) -> int:
@@ -61,7 +64,7 @@ def training_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
-    """Return the prompts of data.train, filtered by data.success_rates but not by length."""
+    """Return the prompts of data.train, filtered by their success rates as configured, but not by length."""
     data = config.data
     prompts = load_prompts(data.train, data.train_args, key="data.train", import_from=config.run.import_from)
     chooses = bool(data.success_rates) and data.sampling == "all"
@@ -69,7 +72,10 @@ def training_rows(config: TrainConfig) -> list[dict[str, Any]]:
 
 
 def at_most(longest: int, key: str, prompts: list[Entry], tokens_of: Callable[[Entry], int]) -> list[Entry]:
-    """Keep prompts of up to `longest` tokens (0: all). `key`: config key of this limit. ValueError if none is left."""
+    """Return the prompts of up to `longest` tokens; all if that is 0. Raises ValueError if none is left.
+
+    tokens_of: returns a prompt's number of tokens. key: config key of the limit.
+    """
     kept = [prompt for prompt in prompts if tokens_of(prompt) <= longest] if longest else prompts
     if not kept:
         raise ValueError(f"{key} = {longest}: all {len(prompts)} prompts of data.train have more; raise it.")
@@ -87,7 +93,8 @@ def prompt_lengths(
 ) -> list[int]:
     """Return the number of tokens of each prompt.
 
-    ValueError if a prompt plus generation.max_new_tokens exceeds `context` tokens, or for a reason of `row_ids`.
+    Raises ValueError if a prompt plus generation.max_new_tokens exceeds `context` tokens, or for the reasons of
+    `row_ids`.
     """
     lengths = []
     for number, prompt in enumerate(prompts, start=1):

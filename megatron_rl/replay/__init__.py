@@ -1,1 +1,1 @@
-"""Takes recorded steps of a run again, and says where what they compute first differs from what was recorded."""
+"""Repeats recorded steps of a run, and reports the first value that differs from the recorded one."""

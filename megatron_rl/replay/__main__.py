@@ -1,4 +1,4 @@
-"""Run one rank of a replay: python -m megatron_rl.replay RUN --step N."""
+"""One rank of a replay: python -m megatron_rl.replay RUN --step N."""
 
 from megatron_rl.replay.replay_command import main
 

@@ -16,13 +16,13 @@ from megatron_rl.run.step_records import LOGPROBS
 from megatron_rl.types import TrajectoryBatch
 
 PASSES = ("values", "teacher_logprobs", "ref_logprobs", "proximal_logprobs", "cold_logprobs", "entropies")
-"""Columns of forward passes before the updates, in the order of the step. All other columns follow from them."""
+"""Columns that are computed by forward passes before the updates, in that order. All other columns follow from them."""
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Compared:
-    """The comparison of one kind of value: how many there are, how many differ, and where the first of these is."""
+    """The comparison of one kind of value: the number of values, how many of them differ, and the first that does."""
 
     kind: str
     count: int
@@ -30,7 +30,7 @@ class Compared:
     differing: int = 0
     first: str = ""
     largest: float = 0.0
-    """Largest difference, relative as the tolerance is."""
+    """Largest difference between recorded and replayed values, measured as the tolerance is."""
 
     def __str__(self) -> str:
         if not self.count:
@@ -44,9 +44,10 @@ class Compared:
 def compare(recorded: StepRecord, replayed: StepRecord, *, tolerance: float) -> Iterator[Compared]:
     """Yield the comparison of each kind of value, in the order in which a step computes them.
 
-    tolerance: largest relative difference that counts as equal. 0 asks for equal bits. Checksums are compared only
-    then. A token's or sequence's value is measured against 1 or its own size, whichever is larger; the norm of a
-    tensor's gradient or change against that of the whole model's.
+    tolerance: largest relative difference that counts as equal. 0 demands equal bits, and only then checksums are
+    compared. The difference between two values of a token or a sequence is divided by 1 or by the value's size,
+    whichever is larger. Gradients and changed weights are compared by the norm of each tensor, relative to the norm of
+    the whole model's.
     """
     assert recorded.computed is not None and recorded.trained is not None and recorded.update is not None
     assert replayed.computed is not None and replayed.trained is not None
@@ -86,13 +87,13 @@ def compare(recorded: StepRecord, replayed: StepRecord, *, tolerance: float) -> 
 
 
 def compare_rewards(record: StepRecord, rewards: Tensor, *, tolerance: float) -> Compared:
-    """Compare rewards `[B]` of the consumed trajectories with the record's."""
+    """Compare newly computed rewards `[B]` of the consumed trajectories with the recorded ones."""
     values = record.consumed.sequences["rewards"], rewards
     return _values("rewards of trajectories, computed again", *values, tolerance, _sequence_namer(record.consumed))
 
 
 def compare_logprobs(record: StepRecord, column: Tensor, *, count: int, tolerance: float) -> Compared:
-    """Compare a column of log-probs `[N]` with the record's. count: number of tokens that were computed."""
+    """Compare newly computed log-probs `[N]` with the recorded ones. count: number of tokens that were computed."""
     assert record.trained is not None
     values = record.trained.tokens[LOGPROBS], column
     found = _values("log-probs of tokens in the first update", *values, tolerance, _token_namer(record))
@@ -100,19 +101,19 @@ def compare_logprobs(record: StepRecord, column: Tensor, *, count: int, toleranc
 
 
 def forward(name: str) -> tuple[int, int, str]:
-    """Sort key of tensor names in the order of the forward pass: embeddings, layers, norm and head."""
+    """Return a sort key that puts tensor names in the order of the forward pass: embeddings, layers, norm and head."""
     layer = _LAYER.search(name)
     return (1, int(layer[1]), name) if layer else (0 if "embed" in name else 2, 0, name)
 
 
 def backward(name: str) -> tuple[int, int, str]:
-    """Sort key of tensor names in the order of the backward pass."""
+    """Return a sort key that puts tensor names in the order of the backward pass."""
     part, layer, _ = forward(name)
     return -part, -layer, name
 
 
 Same = Callable[[Any, Any], bool]
-"""Returns True if two tensors' entries count as equal."""
+"""Type of functions that return True if two records' entries for a tensor count as equal."""
 
 
 def _same_norm(a: dict[str, Any], tolerance: float) -> Same:
@@ -160,7 +161,11 @@ def _value(value: Tensor) -> str:
 
 
 def _numbers(kind: str, a: dict[str, float], b: dict[str, float], tolerance: float, *, tokens: float = 1.0) -> Compared:
-    """Compare numbers by name. tokens: number of tokens over which all of them but the loss are sums."""
+    """Compare the numbers that have the same name.
+
+    tokens: all numbers except `loss` are sums over this many tokens. Their difference is divided by it if their size is
+    smaller.
+    """
     names = dict.fromkeys([*a, *b])
     distances = {name: _relative(a.get(name), b.get(name), 1.0 if name == "loss" else tokens) for name in names}
     wrong = [name for name, distance in distances.items() if not distance <= tolerance]

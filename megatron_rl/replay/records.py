@@ -28,24 +28,27 @@ from megatron_rl.types import TrajectoryBatch
 
 @dataclasses.dataclass(kw_only=True)
 class StepRecord:
-    """A step's record as data. Trajectories are in the step's order, whatever layout recorded them."""
+    """A step's record as data. Trajectories are in the step's order, whatever the layout that recorded them."""
 
     folder: Path
     facts: dict[str, Any]
     rows: dict[str, dict[str, Any]]
-    """Rows of the step's prompts, by `prompt_index`. Values that JSON does not know are text."""
+    """Rows of the step's prompts, by `prompt_index` as text. Values that JSON cannot represent are stored as text."""
     consumed: TrajectoryBatch
     plan: dict[str, Tensor]
-    """SharePlan's columns for the consumed trajectories."""
+    """Columns of the SharePlan, which divides the consumed trajectories among updates and ranks."""
     computed: dict[str, Any] | None
-    """Losses, gradients and weights; None if the step did not come to its end."""
+    """Losses, gradients and weights of each update; None if the step did not end."""
     trained: TrajectoryBatch | None
-    """Computed columns of the trajectories that were trained, which exclude greedy replies."""
+    """Columns that the step computed for the trained trajectories, which are all but greedy replies."""
     update: Tensor | None
-    """`[B]` update of each trained trajectory."""
+    """`[B]`: index of the update that trained each trajectory in `trained`."""
 
     def batch(self, groups: ParallelGroups) -> StepBatch:
-        """Return this rank's view of what the step consumed, in any layout, with the recorded updates."""
+        """Return this rank's part of what the step consumed, divided into updates as recorded.
+
+        The layout may differ.
+        """
         lengths, update, group = (self.plan[name] for name in ("lengths", "update", "group"))
         columns = {"lengths": lengths, "update": update, "group": group, "begin": self.plan.get("begin")}
         owner = share_plan.plan_owners(update, lengths, groups.data.size, group=group, begin=columns["begin"])
@@ -55,14 +58,14 @@ class StepRecord:
         return StepBatch.of_tokens(tokens, dict(self.consumed.sequences), plan)
 
     def trained_batch(self) -> TrajectoryBatch:
-        """Return the trajectories that were trained, as they were consumed: all but greedy replies."""
+        """Return the trained trajectories, with the columns that the step consumed. Greedy replies are left out."""
         if "is_greedy" not in self.consumed:
             return self.consumed
         return self.consumed.select((self.consumed["is_greedy"] == 0).nonzero()[:, 0].tolist())
 
 
 def read_record(folder: Path) -> StepRecord:
-    """Read a record. Raises ValueError if the folder has none, or one that is incomplete or of another format."""
+    """Read a step's record from its folder. Raises ValueError if it is missing, incomplete or of another format."""
     try:
         facts = json.loads((folder / FACTS).read_text(encoding="utf-8"))
         if facts.get("format") != FORMAT:
@@ -92,6 +95,6 @@ def _read_batch(folder: Path, kind: str, replicas: int) -> tuple[TrajectoryBatch
 
 
 def recorded_steps(run_folder: Path) -> list[int]:
-    """Return the steps with a record, in order."""
+    """Return the numbers of the recorded steps, in order."""
     found = (run_folder / FOLDER).glob("step-*")
     return sorted(int(path.name.removeprefix("step-")) for path in found if (path / FACTS).is_file())

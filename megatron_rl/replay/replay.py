@@ -1,7 +1,7 @@
-"""Takes recorded steps of a run again, from the checkpoint before them, on one process or more.
+"""Repeats recorded steps of a run, from the checkpoint before them, on one process or more.
 
-The loop is `train.rl_steps` itself. Only what surrounds it is replaced: batches come from the records, and in place of
-metrics, the step's results are recorded again and compared.
+The loop is `train.rl_steps` itself. Only its surroundings are replaced: batches come from the records, and instead of
+logging metrics, the step's results are recorded again and compared.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from megatron_rl.types import LLMResponse, StepStats, TrajectoryBatch
 from megatron_rl.workflows.scoring import RewardCall
 
 TOLERANCES = {"float32": 1e-6, "bfloat16": 2e-2}
-"""Relative differences, by model.dtype, that other layouts, devices or packages may make."""
+"""Relative differences, by model.dtype, that another layout, device or package version may cause."""
 SINGLE_TURN = "megatron_rl.workflows:RLVRWorkflow"
 LAYOUTS = ("parallel", "critic.parallel", "reward_model.parallel")
 
 
 def path_to(run: Path, step: int, checkpoint: Path | None = None) -> tuple[int, Path | None]:
-    """Return the step from which a replay of `step` begins, and its checkpoint; (0, None) for the run's start.
+    """Return the first step that a replay of `step` must take, and the checkpoint before it.
 
-    checkpoint: a checkpoint of the run that lies elsewhere. Raises ValueError if records or checkpoint of the way there
-    are missing.
+    The result is (0, None) if the replay must begin at the run's start. checkpoint: a checkpoint of the run to use, for
+    example one that was moved. Raises ValueError if a step on the way has no record.
     """
     recorded = recorded_steps(run)
     if step not in recorded:
@@ -74,7 +74,11 @@ def path_to(run: Path, step: int, checkpoint: Path | None = None) -> tuple[int, 
 def config_for(
     record: StepRecord, overrides: list[str], *, steps: list[int], folder: Path, as_recorded: bool
 ) -> TrainConfig:
-    """Return the recorded config for a replay into `folder`, on one rank unless `as_recorded` or overrides say more."""
+    """Return the config for a replay that writes into `folder`: the recorded one with changes.
+
+    The replay runs on one rank unless `as_recorded` is True or `overrides` set a layout. steps: steps whose gradients
+    and weights are recorded again.
+    """
     given = OmegaConf.create(yaml.safe_load(record.facts["config"]))
     own: dict[str, Any] = {
         "run.folder": str(folder),
@@ -101,7 +105,7 @@ def config_for(
 
 
 class ReplayedRun(RLRun):
-    """The models of a recorded run, which take its steps again. Collective: every rank calls every method.
+    """A recorded run's models, with which a replay repeats its steps. Collective: every rank calls every method.
 
     steps = {"first": 10, "last": 12, "checkpoint": Path("runs/demo/checkpoints/step-10")}
     with ReplayedRun(config, Path("runs/demo"), **steps, tolerance=None, say=print) as run:
@@ -121,12 +125,15 @@ class ReplayedRun(RLRun):
         tolerance: float | None,
         say: Callable[[str], None],
     ) -> None:
-        """first, last: steps to take. tolerance: None derives it from what the record says about its arithmetic."""
+        """first, last: numbers of the first and the last step to take.
+
+        tolerance: largest relative difference that counts as equal. None derives it from how the record was computed.
+        """
         super().__init__(config)
         self.recorded_run, self.first_step, self.last, self.start = run, first, last, checkpoint
         self.tolerance, self._say_line = tolerance, say
         self.difference: Compared | None = None
-        """The first difference of the last step that was taken, on the main rank."""
+        """First difference found in the last step taken, on the main rank; None if there is none."""
         self.is_different = False
 
     def say(self, text: str) -> None:
@@ -167,7 +174,7 @@ class ReplayedRun(RLRun):
     # -- what surrounds the loop --------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Load the state before the first step."""
+        """Load the state before the first step to take."""
         if self.start is None:
             options = self.config.warm_start
             if options.updates > 0 and not self.warm_start.is_kept():
@@ -190,7 +197,7 @@ class ReplayedRun(RLRun):
         return batch
 
     def save(self, **of_step: int) -> None:
-        """Do nothing: a replay writes no weights, evaluates nothing and has no report."""
+        """Do nothing, because a replay writes no weights, evaluates nothing and has no report."""
 
     evaluate = finish = save
 
@@ -202,7 +209,7 @@ class ReplayedRun(RLRun):
         stats: list[StepStats],
         critic_stats: list[StepStats],
     ) -> None:
-        """Record the step again and compare the two records."""
+        """Record the step again and compare the two records. Called in place of RLRun's logging."""
         self.records.end(batch, {"policy": stats, "critic": critic_stats})
         if self.groups.is_main:
             self._compare(step)
@@ -226,10 +233,10 @@ class ReplayedRun(RLRun):
                 self.say(f"  {'*' if compared is self.difference else ' '} {compared}")
 
     def compare_rewards(self, record: StepRecord) -> Compared | None:
-        """Compute the rewards of a step again, on the main rank, and return the difference, if there is one.
+        """Compute the rewards of a step again. Return how they differ from the recorded ones; None if they do not.
 
-        Raises ValueError for a workflow whose rewards depend on more than prompt and reply, and for a record without
-        rows.
+        Only the main rank calls this. Raises ValueError for a workflow whose rewards depend on more than prompt and
+        reply, and for a record without rows.
         """
         workflow = self.config.rollout.workflow
         if workflow != SINGLE_TURN:
@@ -243,9 +250,10 @@ class ReplayedRun(RLRun):
         return found if found.differing else None
 
     def compare_groups(self, groups: list[int]) -> Compared | None:
-        """Compute the log-probs of some groups in the step's first update, and compare them with the record's.
+        """Compute the log-probs of some groups in the step's first update, and compare them with the recorded ones.
 
-        Returns the difference, if there is one, on all ranks. Needs no memory for the rest of the step.
+        groups: the groups' numbers in the step. Return how the log-probs differ, on all ranks; None if they do not.
+        Only these groups' trajectories need memory.
         """
         record = self.record = read_record(self.recorded_run / RECORDS / f"step-{self.last}")
         trained, update = record.trained_batch(), record.update
@@ -272,7 +280,10 @@ class ReplayedRun(RLRun):
         return found if found.differing else None
 
     def tolerance_for(self, record: StepRecord) -> float:
-        """Return 0 if this replay must have the record's bits, otherwise the tolerance of its dtype."""
+        """Return the tolerance for comparing with `record`.
+
+        It is 0 if this replay computes just as the record was computed, and so must give the same bits.
+        """
         if self.tolerance is not None:
             return self.tolerance
         is_same = record.facts["arithmetic"] == arithmetic(self.groups) and not platform.has_cuda()
@@ -324,11 +335,11 @@ def replay(
     rewards: bool = False,
     say: Callable[[str], None] = print,
 ) -> Compared | None:
-    """Take a recorded step again, and every step between it and the checkpoint before it. Return the first difference.
+    """Repeat a recorded step, and all steps between it and the checkpoint before it.
 
-    Collective: every rank calls it, and the main rank gets the result. folder: gets the records of this replay.
-    groups: if given, only the log-probs of these groups are computed, and no update. rewards: compute the rewards of
-    the step again, which calls the run's reward functions.
+    Return the first difference, if any. Collective: every rank calls it, and the main rank gets the result. folder:
+    where this replay's own records are written. groups: if given, compute only these groups' log-probs, without any
+    update. rewards: compute the step's rewards again as well, which calls the run's reward functions.
     """
     first, checkpoint = path_to(run, step, checkpoint)
     if groups is not None and first != step:

@@ -117,13 +117,16 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def folder_of(args: argparse.Namespace) -> Path:
-    """Return the folder of the replay's own records."""
+    """Return the folder into which the replay writes its own records."""
     beside = args.run.with_name(f"{args.run.name}.replay") if args.run.is_file() else args.run / "replay"
     return args.folder or beside
 
 
 def with_other_code(args: argparse.Namespace, words: list[str], command: list[str]) -> int:
-    """Do what --at or --bisect asks for, and return the exit code. command: that of --bisect; [] for the replay."""
+    """Do what --at or --bisect asks for, and return the exit code.
+
+    words: arguments of the replay. command: the command to bisect; [] bisects the replay itself.
+    """
     own = without(words, {"--at": 1, "--bisect": 2, "--folder": 1})
     try:
         with one_line("megatron-rl replay"):
@@ -137,7 +140,7 @@ def with_other_code(args: argparse.Namespace, words: list[str], command: list[st
 
 
 def without(words: list[str], options: dict[str, int]) -> list[str]:
-    """Return arguments without some options. options: the number of values of each."""
+    """Remove some options and their values from the arguments. options: option -> number of its values."""
     kept, left = list[str](), iter(words)
     for word in left:
         name, equals, _ = word.partition("=")
@@ -157,12 +160,15 @@ def prepare() -> None:
 
 
 def differs(folder: Path) -> int:
-    """Return the exit code of a replay: 1 if it has found a difference."""
+    """Return the exit code of the replay that wrote `folder`: 1 if it found a difference, else 0."""
     return int(json.loads((folder / RESULT).read_text())["differs"] is not None)
 
 
 def layout_of(text: str) -> dict[str, int]:
-    """Parse --layout. Raises ValueError for an unknown axis or size."""
+    """Parse the value of --layout. Return {axis: size}; {} for none or `recorded`.
+
+    Raises ValueError for an unknown axis or an invalid size.
+    """
     if text in ("", RECORDED):
         return {}
     sizes = dict(part.partition("=")[::2] for part in text.split(","))
@@ -174,7 +180,10 @@ def layout_of(text: str) -> dict[str, int]:
 
 
 def ranks_of(run_folder: Path, step: int, text: str, layout: dict[str, int]) -> int:
-    """Return the number of ranks: as recorded, or as few as hold the layout."""
+    """Return the number of ranks of the replay: as many as recorded, or the fewest that `layout` needs.
+
+    text: value of --layout.
+    """
     if text == RECORDED:
         facts = json.loads((run_folder / "records" / f"step-{step}" / "record.json").read_text())
         sizes = facts["arithmetic"]["layout"]

@@ -1,7 +1,7 @@
-"""One file with all that a replay needs, to attach to a report and to replay elsewhere.
+"""Archives with all that a replay needs, to attach to a report and to replay elsewhere.
 
-The archive has the records on the way to the step, the model's config and tokenizer and, with weights, the checkpoint
-before the step. Its name ends in .tar.gz, or in .tar.zst, for which pyarrow compresses.
+An archive has the records of the steps to take, the model's config and tokenizer and, with weights, the checkpoint
+before these steps. Its name ends in .tar.gz, or in .tar.zst, which needs pyarrow.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ ENDINGS = (".tar.gz", ".tar.zst")
 
 
 def write_replay_file(run: Path, step: int, target: Path, *, with_weights: bool, checkpoint: Path | None = None) -> str:
-    """Write the archive and return a line about it. Raises ValueError if the step cannot be replayed from here."""
+    """Write the archive `target`, and return a line about it.
+
+    Raises ValueError if the step cannot be replayed from here.
+    """
     first, start = path_to(run, step, checkpoint)
     config = yaml.safe_load(read_record(run / RECORDS / f"step-{step}").facts["config"])
     model = Path(config["model"]["path"])
@@ -50,9 +53,9 @@ def write_replay_file(run: Path, step: int, target: Path, *, with_weights: bool,
 
 
 def unpack(file: Path, folder: Path) -> Path:
-    """Unpack an archive into an empty folder and return that: it is laid out as a run's folder.
+    """Unpack an archive into an empty folder, and return this folder, which then has the layout of a run's folder.
 
-    Raises ValueError if the file is no such archive. Its members cannot leave the folder.
+    Raises ValueError if the file is no such archive. No member of it can be written outside the folder.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -67,7 +70,7 @@ def unpack(file: Path, folder: Path) -> Path:
 
 
 def model_of(unpacked: Path, overrides: list[str]) -> list[str]:
-    """Return the setting that names the archive's own model folder, unless the overrides name one."""
+    """Return the setting of model.path to the model in the archive, in a list; [] if the overrides set model.path."""
     return [] if any(it.startswith("model.path=") for it in overrides) else [f"model.path={unpacked / MODEL}"]
 
 

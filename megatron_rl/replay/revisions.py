@@ -23,15 +23,18 @@ from typing import Literal
 from megatron_rl.telemetry.provenance import ROOT
 
 RESULT = "replay.json"
-"""File in a replay's folder with what it found. A replay that could not judge leaves none."""
+"""Name of the file in a replay's folder that says what it found. It is missing if the replay could not compare."""
 Verdict = Literal["good", "bad", "skip"]
 SKIP, LEAST_ABORT = 125, 128
-"""Exit codes of a command, as for `git bisect run`: this one cannot judge the revision; these and larger ones abort."""
+"""Special exit codes, as for `git bisect run`. A command that ends with SKIP cannot judge the revision. LEAST_ABORT and
+larger codes abort the search."""
 FIRST_BAD = re.compile(r"^([0-9a-f]{40}) is the first bad commit$", re.MULTILINE)
 
 
 class Revisions:
-    """A worktree that can be set to any revision of a checkout. Its operators are compiled if their sources differ.
+    """A worktree that can be set to any revision of a checkout.
+
+    Its compiled operators are those of the checkout, unless the revision's sources of them differ.
 
     with Revisions() as revisions:
         revisions.check_out("v0.1.0")
@@ -39,7 +42,7 @@ class Revisions:
     """
 
     def __init__(self, root: Path | None = None) -> None:
-        """root: the checkout, by default that of this package. Raises ValueError if the package has none."""
+        """root: the git checkout; None takes the one that this package is in. Raises ValueError if there is none."""
         self.root = root = root or ROOT
         if not (root / ".git").exists() or shutil.which("git") is None:
             what = "is no git checkout" if shutil.which("git") else "cannot be read without git, which is not on PATH"
@@ -64,7 +67,7 @@ class Revisions:
         self._end.close()
 
     def named(self, revision: str) -> str:
-        """Return a revision's commit. Raises ValueError if the checkout has none of this name."""
+        """Return the commit that a revision names. Raises ValueError if the checkout has no such revision."""
         try:
             return self._git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
         except RuntimeError:
@@ -77,13 +80,13 @@ class Revisions:
         return self._git("log", "-1", "--format=%h (%cs, %s)", commit).strip()
 
     def check_out(self, revision: str) -> str:
-        """Set the worktree to a revision. Return its commit."""
+        """Set the worktree to a revision. Return the revision's commit."""
         commit = self.named(revision)
         self._git("checkout", "--quiet", "--force", "--detach", commit, inside=True)
         return commit
 
     def build(self) -> None:
-        """Give the worktree its compiled operators: those of the checkout if their sources are the same.
+        """Provide the worktree's compiled operators: the checkout's if their sources are equal, else newly built ones.
 
         Raises RuntimeError if they cannot be compiled.
         """
@@ -104,9 +107,10 @@ class Revisions:
             raise RuntimeError(f"the operators of {self.about('HEAD')} cannot be compiled: {last}")
 
     def run(self, command: list[str], *, cwd: Path | None = None) -> int:
-        """Run a command, and every Python process below it, with the worktree's code. Return its exit code.
+        """Run a command, and all Python processes that it starts, with the worktree's code. Return its exit code.
 
-        The current folder's modules are found after the worktree's: they may be those of another revision.
+        The modules of the current folder are found only after the worktree's, because they may be those of another
+        revision.
         """
         paths = [str(self.tree), *filter(None, [os.environ.get("PYTHONPATH")]), os.getcwd()]
         # Bytecode is matched by its source's size and second, and the next revision's source may have both.
@@ -120,9 +124,10 @@ class Revisions:
                 process.wait()
 
     def bisect(self, good: str, bad: str, judge: Callable[[], Verdict]) -> str:
-        """Return the first revision after `good` at which `judge`, called with the worktree set and built, says bad.
+        """Return the first revision after `good` that `judge` calls bad.
 
-        Raises ValueError if the ends are not as they should be, or if skipped revisions leave it open.
+        `judge` is called after the worktree was set to a revision and its operators were built. Raises ValueError if
+        `good` is not good or `bad` not bad, or if too many revisions were skipped to decide.
         """
         commits = self.named(good), self.named(bad)
         for name, commit, wanted in ((bad, commits[1], "bad"), (good, commits[0], "good")):
@@ -151,7 +156,10 @@ class Revisions:
         return verdict
 
     def _git(self, *command: str, inside: bool = False) -> str:
-        """Return what git prints. Raises RuntimeError with git's words if it fails."""
+        """Run git and return what it prints. Raises RuntimeError with git's message if it fails.
+
+        inside: run it in the worktree, not in the checkout.
+        """
         done = self._told(*command, inside=inside)
         if done.returncode:
             raise RuntimeError(f"git {' '.join(command)}: {' '.join(done.stderr.split())}")
@@ -167,7 +175,7 @@ class Revisions:
 
 @contextlib.contextmanager
 def _terminated_in_order() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit, so that what was begun is undone."""
+    """Turn SIGTERM into SystemExit during the block, so that `finally` blocks are run."""
 
     def end(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
@@ -180,13 +188,16 @@ def _terminated_in_order() -> Iterator[None]:
 
 
 def replay_command(words: list[str], folder: Path) -> list[str]:
-    """Return the command line of a replay by whatever revision runs it. words: arguments without --at and --bisect."""
+    """Return the command line of a replay, which any revision can run. words: arguments without --at and --bisect."""
     own = ["--folder", str(folder), "--exit-with", str(os.getpid())]
     return [sys.executable, "-m", "megatron_rl.replay", *words, *own]
 
 
 def replay_at(revision: str, words: list[str], folder: Path, *, root: Path | None = None) -> int:
-    """Take a step again with the code of a revision. Return the exit code of that replay."""
+    """Replay a step with the code of a revision. Return the replay's exit code.
+
+    words: arguments of the replay without --at.
+    """
     with Revisions(root) as revisions:
         commit = revisions.check_out(revision)
         if not (revisions.tree / "megatron_rl" / "replay" / "__main__.py").is_file():
@@ -197,7 +208,10 @@ def replay_at(revision: str, words: list[str], folder: Path, *, root: Path | Non
 
 
 def bisect_replay(good: str, bad: str, words: list[str], *, root: Path | None = None) -> str:
-    """Find the first revision whose replay of a step differs from the record. Return a line about it."""
+    """Find the first revision whose replay of a step differs from the record. Return a line that names it.
+
+    words: arguments of the replay without --bisect.
+    """
     with Revisions(root) as revisions, tempfile.TemporaryDirectory(prefix="megatron_rl-replay-") as folder:
 
         def judge() -> Verdict:
@@ -212,9 +226,10 @@ def bisect_replay(good: str, bad: str, words: list[str], *, root: Path | None = 
 
 
 def bisect_command(good: str, bad: str, command: list[str], *, root: Path | None = None) -> str:
-    """Find the first revision at which a command fails, run at the top of the worktree. Return a line about it.
+    """Find the first revision with which a command fails. Return a line that names it.
 
-    Raises RuntimeError for an exit code that judges nothing, or if the command was killed.
+    The command is run in the top folder of the worktree. Raises RuntimeError if it was killed, or ended with an exit
+    code of LEAST_ABORT or more.
     """
     with Revisions(root) as revisions:
 

@@ -1,4 +1,4 @@
-"""Episodes in flight: which prompts may start, how each episode ends, and which of its results survive a crash.
+"""Runs episodes: decides which prompts may start, how each episode ends, and which of its results survive a crash.
 
 The path of a prompt: `data/prompts.py` -> `executor.py` (keeps episodes in flight) -> `workflows/` (what one episode
 generates) -> `servers/generate.py` (a reply from some server, continued if it was interrupted) ->

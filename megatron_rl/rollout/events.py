@@ -20,7 +20,11 @@ from megatron_rl.types import TrajectoryBatch
 
 @dataclass(kw_only=True, eq=False)
 class Episode:
-    """One prompt in progress. `number` is its place among all queued training prompts, or in the list of its call."""
+    """One prompt in progress.
+
+    number: the prompt's index among all queued training prompts, or in the list that was passed to rollout_batch or
+    evaluate.
+    """
 
     number: int
     data: dict[str, Any]
@@ -29,22 +33,23 @@ class Episode:
     queued_s: float = field(default_factory=time.monotonic)
     is_training: bool = True
     requeues: int = 0
-    """Number of requeues. If above 0, the next batch waits for this episode instead of skipping it again."""
+    """Number of times that the prompt was requeued. If this is above 0, the next batch waits for the episode instead of
+    skipping it again."""
     version: int = 0  # at the start
     started_s: float = 0.0  # monotonic
     replies: KeptReplies = field(default_factory=KeptReplies)
-    """The episode's replies so far; cleared once it has ended."""
+    """The episode's replies so far. They are cleared when the episode ends."""
     ending: asyncio.Task[None] | None = None
-    """Task of the episode's previous start, if that was recalled. It may not have ended yet."""
+    """Task of the episode's previous start, if that was recalled (stopped and requeued). It may not have ended yet."""
     outcome: asyncio.Future[Outcome] | None = None
-    """Set if a caller waits for this episode."""
+    """Future of the outcome, if a caller waits for this episode; otherwise None."""
     reward: float | None = None
     """Mean reward of the episode's group once it exists, even if a filter then discards the group."""
 
 
 @dataclass(kw_only=True)
 class Outcome:
-    """How an episode ended: `group` if accepted, `error` if failed, neither if rejected."""
+    """How an episode ended. `group` is set if it was accepted, `error` if it failed, and neither if it was rejected."""
 
     group: TrajectoryBatch | None = None
     error: BaseException | None = None
@@ -55,11 +60,11 @@ class Outcome:
 
 
 class RolloutEvents:
-    """Base class of recorders: override the events that you need. Evaluations are not reported.
+    """Base class of recorders, which override the methods of the events that they need. Evaluations are not reported.
 
-    Calls are made on the rollout's event loop, one at a time and in order: first queued and started, then either
-    accepted and consumed, or rejected, or dead_lettered. A requeued prompt is started again. An exception in a method
-    ends the run, because a record with gaps is useless.
+    The methods are called on the rollout's event loop, one at a time and in order. A prompt is first queued and
+    started. Then it is either accepted and consumed, or rejected, or dead_lettered. A requeued prompt is started again.
+    An exception in a method ends the run, because a record with gaps is useless.
     """
 
     def queued(self, episode: Episode) -> None:
@@ -69,7 +74,7 @@ class RolloutEvents:
         """Note the start of an episode."""
 
     def accepted(self, episode: Episode, group: TrajectoryBatch) -> None:
-        """Note an episode's group, which now waits to be trained."""
+        """Note that an episode gave a group, which now waits to be trained."""
 
     def requeued(self, episode: Episode, why: str) -> None:
         """Note that the group or the running episode was dropped. The prompt returns to the front of the queue."""
@@ -81,11 +86,11 @@ class RolloutEvents:
         """Note that the workflow or a filter discards the prompt. This is its last event."""
 
     def dead_lettered(self, episode: Episode, error: BaseException) -> None:
-        """Note that every attempt failed, the last with `error`. This is the prompt's last event."""
+        """Note that every attempt at the episode failed, the last one with `error`. This is the prompt's last event."""
 
 
 class DeadLetters(RolloutEvents):
-    """Writes the prompts that failed in every attempt to a file. Raises RuntimeError if that fails."""
+    """Writes the prompts that failed in every attempt to a file. Raises RuntimeError if the file cannot be written."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -98,12 +98,13 @@ class RolloutExecutor:
         self._fatal: str | None = None
         self._failure_rate = FailureRate(config.max_infrastructure_failures)
         self.failures: Counter[str] = Counter()
-        """Counts by error type: failed tries of samples and episodes, and episodes given up after all tries."""
+        """Counts of failures by error type: failed tries of samples and episodes, and episodes given up after their
+        last try."""
 
     # -- calls of the trainer
 
     async def submit(self, data: dict[str, Any], workflow: RolloutWorkflow) -> None:
-        """Queue one episode. It starts when the AdmissionGate admits it."""
+        """Queue one episode. It starts once the AdmissionGate admits it."""
         check_workflow(workflow)
         self.raise_if_fatal()
         self._enqueue(data, workflow)
@@ -134,10 +135,10 @@ class RolloutExecutor:
     async def prepare_batch(
         self, prompts: Iterator[dict[str, Any]], workflow: RolloutWorkflow, count: int
     ) -> TrajectoryBatch:
-        """Return the next `count` groups, and leave as many more episodes in flight as the staleness bound admits.
+        """Return the next `count` groups. More episodes stay in flight, as many as the staleness bound admits.
 
-        With max_staleness 0, exactly `count` episodes exist at a time (`count` * oversample with oversampling), and the
-        batch is in prompt order.
+        If max_staleness is 0, exactly `count` episodes exist at a time (with oversampling, `count` *
+        rollout.oversample), and the batch is in prompt order.
         """
         check_workflow(workflow)
         # Extra episodes: the first `count` of all to finish make the step.
@@ -190,7 +191,10 @@ class RolloutExecutor:
     async def _run_together(
         self, call: str, line: deque[Episode], data: list[dict[str, Any]], workflow: RolloutWorkflow
     ) -> list[Finished]:
-        """Run one episode per prompt through the queue `line`. Return the accepted ones in the order of `data`."""
+        """Run one episode per prompt through the queue `line`. Return those that gave a group, in the order of `data`.
+
+        call: the caller's name for error messages. Raises RuntimeError if no episode gave a group.
+        """
         if not data:
             raise ValueError(f"{call}: data = []; give at least one prompt.")
         check_workflow(workflow)
@@ -265,9 +269,10 @@ class RolloutExecutor:
     # -- finished groups
 
     def _is_complete(self, count: int) -> bool:
-        """Return True if a batch of `count` groups can be taken. If not, the next progress will set `_progress`.
+        """Return True if a batch of `count` groups can be taken now.
 
-        Raises RuntimeError if too many prompts failed or were rejected, or too few are left for `count` groups.
+        If not, the event `_progress` is cleared and will be set by the next progress. Raises RuntimeError if too many
+        prompts failed or were rejected, or if too few are left for `count` groups.
         """
         if len(self._finished) >= count and not self._is_due():
             return True
@@ -276,16 +281,16 @@ class RolloutExecutor:
         return False
 
     def _is_due(self) -> bool:
-        """Return True while any running prompt was requeued before and would be too stale for a later batch.
+        """Return True if a running prompt has to be in this batch.
 
-        The current batch waits for such a prompt. Otherwise prompts with long replies would be sampled repeatedly and
-        never trained.
+        That is the case if it was requeued before and would be too stale for a later batch. The batch waits for such a
+        prompt. Otherwise prompts with long replies would be sampled repeatedly and never trained.
         """
         oldest_allowed = self.engine.get_version() + 1 - self.config.max_staleness
         return any(episode.requeues and episode.version < oldest_allowed for episode in self._running.values())
 
     def _requeue_stale(self) -> None:
-        """Drop the groups that are too stale to train at the current version, and requeue their prompts.
+        """Drop the finished groups that are too stale to train at the current version, and requeue their prompts.
 
         Raises RuntimeError if `fail` was called.
         """
@@ -301,7 +306,7 @@ class RolloutExecutor:
         self._requeue(dropped, why)
 
     def _recall(self) -> None:
-        """Stop the episodes that the step did not wait for, and requeue their prompts for the next step."""
+        """Stop the running episodes, which the step did not wait for, and requeue their prompts for the next step."""
         recalled = [task for task, episode in self._running.items() if episode.outcome is None]
         for task in recalled:
             # The next start waits for this task to end: two tasks of one episode would append to the same replies.
@@ -311,7 +316,7 @@ class RolloutExecutor:
         self._requeue([self._running.pop(task) for task in recalled], "the step was full")
 
     def _requeue(self, episodes: list[Episode], why: str) -> None:
-        """Put the episodes, in this order, at the front of the queue."""
+        """Put the episodes at the front of the queue, in the given order. why: reason, for the recorders."""
         for episode in reversed(episodes):
             episode.queued_s, episode.requeues = time.monotonic(), episode.requeues + 1
             self._queue.appendleft(episode)
@@ -345,7 +350,7 @@ class RolloutExecutor:
         }
 
     def _start(self) -> None:
-        """Start as many episodes as there is room for."""
+        """Start as many queued episodes as the gate and the free slots admit."""
         while self._fatal is None and (episode := self._take_next()) is not None:
             self._gate.start(is_admitted=episode.outcome is None)
             episode.version, episode.started_s = self.engine.get_version(), time.monotonic()
@@ -356,7 +361,10 @@ class RolloutExecutor:
             task.add_done_callback(self._landed)
 
     def _take_next(self) -> Episode | None:
-        """Return the episode to start next: first those that a caller waits for, then the queue, then evaluations."""
+        """Remove and return the episode to start next; None if none may start.
+
+        Episodes for which a caller waits come first, then the queue, then evaluations.
+        """
         if self._asked and self._gate.slots > 0:
             return self._asked.popleft()
         if self._queue and self._gate.capacity(self.engine.get_version()) > self._kept_free:
@@ -367,7 +375,7 @@ class RolloutExecutor:
 
     @property
     def _kept_free(self) -> int:
-        """Slots that training leaves free for evaluations: 1 if evaluations wait and none is running, else 0."""
+        """Number of slots that training leaves free: 1 if evaluations wait and none is running, else 0."""
         is_waiting = bool(self._evaluations) and all(episode.is_training for episode in self._running.values())
         return int(is_waiting and self.config.max_concurrent_episodes > 1)
 
@@ -380,7 +388,7 @@ class RolloutExecutor:
             task.exception()  # marks the exception as retrieved; `_run` has reported it
 
     async def _run(self, episode: Episode) -> None:
-        """Run one episode: attempt it until it gives a group or is given up, and record its outcome."""
+        """Run one episode to its end: attempt it until it gives a group or is given up. Record its outcome."""
         is_counted.set(episode.is_training)  # for this task and those that it starts
         task = asyncio.current_task()
         assert task is not None
@@ -426,7 +434,10 @@ class RolloutExecutor:
         self._start()
 
     async def _restored(self, episode: Episode) -> Outcome | None:
-        """Wait for the episode's recalled task, if any. Return the outcome if an earlier process journaled it."""
+        """Wait until the episode's previous task, if it was recalled, has ended.
+
+        Return the episode's outcome if an earlier process has journaled its group, else None.
+        """
         self._metrics.add(started=1, queue_wait_s=time.monotonic() - episode.queued_s)
         if episode.ending is not None and not episode.ending.done():
             await asyncio.wait([episode.ending], timeout=ENDING_S)
@@ -434,14 +445,17 @@ class RolloutExecutor:
         return None if group is None else Outcome(group=group)
 
     async def before_retry(self, episode: Episode, failures: int, error: BaseException) -> None:
-        """Wait before a sample or the whole episode is retried. failures: number of its tries so far."""
+        """Wait before a sample or a whole episode is tried again. failures: number of its failed tries so far."""
         self._metrics.add(retried=1, rewards_late=isinstance(error, RewardTimeout))
         logger.info("episode %d: try %d failed (%s)", episode.number, failures, words_of(error))
         self.failures[type(error).__name__] += 1
         await asyncio.sleep(min(LONGEST_RETRY_S, FIRST_RETRY_S * 2 ** (failures - 1)))
 
     def _given_up(self, engine: EpisodeEngine, error: BaseException, failures: int) -> Outcome | None:
-        """Note that an attempt failed. Return the episode's outcome if there must be no other attempt."""
+        """Note that an attempt failed.
+
+        Return the outcome of the episode if it must not be attempted again, else None.
+        """
         engine.note(error)
         if isinstance(error, RunBroken):
             self.fail(f"rollout: {error}")
@@ -456,7 +470,7 @@ class RolloutExecutor:
             episode.outcome.set_exception(RuntimeError(self._fatal or "rollout: the episode was cancelled."))
 
     def _book(self, episode: Episode, outcome: Outcome) -> None:
-        """Count how an episode ended, and keep the group if the gate had admitted the episode."""
+        """Count how an episode ended. Keep its group for a batch, unless a caller waits for this episode."""
         # An episode with a future has a waiting caller and did not pass the gate.
         is_admitted, group, error, why = episode.outcome is None, outcome.group, outcome.error, ""
         episode.reward = None if group is None else sampled_reward(group)
@@ -490,7 +504,7 @@ class RolloutExecutor:
                 events.dead_lettered(episode, error)
 
     def count_try(self, error: BaseException | None) -> None:
-        """Count how a try of a sample ended, and end the run if infrastructure has failed too many tries."""
+        """Count how a try of a sample ended. End the run if too many tries failed because of infrastructure."""
         failure = infrastructure_in(error)
         if failure is not None:
             name = "rollout/infrastructure_failures"
@@ -509,11 +523,11 @@ class RolloutExecutor:
 
     @property
     def oldest_kept(self) -> int:
-        """The oldest policy version whose tokens a reused reply may contain."""
+        """Oldest policy version that may have sampled the tokens of a reply that is reused."""
         return self.engine.get_version() - self.config.max_staleness if self.config.stale == "drop" else 0
 
     def _begun(self, episode: Episode) -> int:
-        """Return the policy version at which the episode's oldest kept reply began; the current one without replies."""
+        """Return the policy version at the episode's first kept reply, or the current version if it has no replies."""
         return episode.replies.since if len(episode.replies) else self.engine.get_version()
 
 
@@ -523,11 +537,11 @@ class EpisodeEngine(Sampler):
         async with EpisodeEngine(executor, episode, record) as engine:
             group = await workflow.arun_episode(engine, episode.data)
 
-    At the block's end, the attempt's calls that are still in flight are cancelled, and awaited for at most ENDING_S.
-    Later calls are refused.
+    At the end of the block, calls of the attempt that are still in flight are cancelled. The block waits at most
+    ENDING_S for them. Later calls are refused.
 
-    Identical requests are told apart by a running count. Each sample counts separately, so that its retry gets the
-    replies of its previous try.
+    Identical requests are distinguished by a running count. Every try of a sample starts its own count, so that a retry
+    gets the replies of the previous try.
     """
 
     def __init__(self, executor: RolloutExecutor, episode: Episode, record: JournaledEpisode | None) -> None:
@@ -550,7 +564,7 @@ class EpisodeEngine(Sampler):
     async def sample(
         self, make: Callable[Concatenate[Sampler, P], Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        """Make one sample. If it fails, it is retried alone; after its last try the error is raised."""
+        """Make one sample. If it fails, only this sample is tried again. After its last try the error is raised."""
         failures = 0
         with self._attempt.call():
             while True:
@@ -575,7 +589,7 @@ class EpisodeEngine(Sampler):
                     return found
 
     async def agenerate(self, req: LLMRequest) -> LLMResponse:
-        """Return the reply if the episode already has it; otherwise generate it, or the part that is missing."""
+        """Return the request's reply. If the episode has kept all or part of it, only the missing part is generated."""
         kept, engine = self._episode.replies, self._executor.engine
         if self._episode.is_training:
             trained_as = self._executor.trained_as
@@ -599,14 +613,14 @@ class EpisodeEngine(Sampler):
 
     @property
     def is_lost(self) -> bool:
-        """True if a sample has failed in all its tries. Another attempt at the episode would only repeat them."""
+        """True if a sample has failed in all its tries. Another attempt at the episode would only repeat these."""
         return self._attempt.is_lost
 
     def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:
-        """Count how a try of a sample, or the whole attempt, ended.
+        """Count how a try of a sample (if `of_sample`) or a whole attempt ended.
 
-        The attempt's end is not counted if a sample was counted, and the attempt succeeded or raised the last sample's
-        error.
+        The end of an attempt is not counted if a try of a sample was, and the attempt then succeeded or raised that
+        try's error.
         """
         attempt = self._attempt
         is_known = attempt.has_noted and (error is None or error is attempt.noted)
@@ -616,17 +630,17 @@ class EpisodeEngine(Sampler):
 
 
 def first_of(error: BaseException) -> BaseException:
-    """Unwrap exception groups, which a workflow's task groups raise, to the first error."""
+    """Return the first error inside nested exception groups, which a workflow's task groups raise."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def sample_key(data: dict[str, Any], otherwise: str, step: str = "") -> str:
-    """Return the name from which a prompt's sampling seeds are derived.
+    """Return the name from which the seeds of a prompt's samples are derived.
 
-    If a prompt has an index in the data set, its name depends neither on the rank that runs it nor on what else that
-    rank has run, such as an evaluation.
+    The name of a prompt with an index in the data set depends neither on the rank that runs it nor on what else that
+    rank has run, such as an evaluation. otherwise: the name of other prompts. step: prefix of the name.
     """
     if "prompt_index" in data and "epoch" in data:
         return f"{step}prompt {data['epoch']}/{data['prompt_index']}"

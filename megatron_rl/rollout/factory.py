@@ -25,11 +25,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 KINDS = {"environment": "environment", "tools": "tool", "agent": "agent"}
-"""Kind of object that a workflow's argument must name, if it is an import path. Other arguments may name any kind."""
+"""Workflow argument -> the kind of object that it must name if its value is an import path. Other arguments may name
+any."""
 
 
 def configured_rewards(config: TrainConfig) -> list[Ingredient]:
-    """Import the functions of rollout.recipe, or else that of rollout.reward."""
+    """Import the reward functions of rollout.recipe or, if that is empty, the one of rollout.reward."""
     options, allowed = config.rollout, config.run.import_from
     if options.recipe:
         return ingredients("rollout.recipe", options.recipe, allowed)
@@ -56,7 +57,7 @@ class TriedReward:
     """Outcome of trying the configured reward before a run."""
 
     value: float | None
-    """The reward that a worker computed, without parts that are coroutines; None if all parts are."""
+    """The reward that a worker computed. Parts of it that are coroutines are left out; None if all parts are."""
     reached: list[str]
     """Import paths of coroutines whose servers accept connections."""
     not_tried: list[str]
@@ -64,9 +65,10 @@ class TriedReward:
 
 
 def check_reward(config: TrainConfig, row: dict[str, Any], tokenizer: PreTrainedTokenizerBase | None) -> TriedReward:
-    """Try the configured reward on a prompt's row, in a worker as in the run. The row's answer serves as the reply.
+    """Try the configured reward on a prompt's row, in a worker process as in the run.
 
-    For rewards that are coroutines, check only that their servers are reachable. Raises ValueError with the reason.
+    The row's answer is taken as the reply. For rewards that are coroutines, only check that their servers are
+    reachable. Raises ValueError with the reason if the reward fails.
     """
     every, key = configured_rewards(config), f"rollout.{'recipe' if config.rollout.recipe else 'reward'}"
     awaited = [ingredient.path for ingredient in every if ingredient.is_awaited]
@@ -109,8 +111,8 @@ def make_workflow(
 ) -> RolloutWorkflow:
     """Build the configured workflow. Raises ValueError if its constructor does not accept the arguments.
 
-    reward_fn: Recipe of the configured rewards. None uses the first reward function directly. evaluates: build it for
-    held-out prompts.
+    reward_fn: the Recipe of the configured rewards. None passes the first configured reward function itself. evaluates:
+    build the workflow for held-out prompts.
     """
     options, allowed = config.rollout, config.run.import_from
     factory = resolve(options.workflow, key="rollout.workflow", kind="workflow", import_from=allowed)
@@ -146,7 +148,10 @@ def make_workflow(
 
 
 def _resolved(value: Any, name: str, allowed: Sequence[str]) -> Any:
-    """Import the object that the argument `name` refers to; in a mapping, the objects that the keys refer to."""
+    """Import the object that `value` names, if it is an import path.
+
+    In a mapping, import the objects that its keys name. name: the workflow's argument.
+    """
     options: dict[str, Any] = {"key": f"rollout.workflow_args.{name}", "kind": KINDS.get(name, "")}
     if isinstance(value, Mapping):
         return {resolve(str(path), **options, import_from=allowed): rest for path, rest in value.items()}

@@ -1,4 +1,4 @@
-"""Ends a run if infrastructure fails too many tries of samples: it would train only on those spared by chance."""
+"""Ends a run if infrastructure fails too many tries of samples, because the run would train only on the others."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from collections import Counter, deque
 from megatron_rl.api import InfrastructureFailure
 
 NEWEST = 256
-"""Minimum number of recent tries to judge by. Fewer tries say little about a service that fails occasionally."""
+"""Minimum number of recent tries on which to judge. Fewer say little about a service that fails occasionally."""
 WINDOW_S = 60.0
 """All tries of the last WINDOW_S seconds count. Otherwise a service that is down for one second could stop a large run,
 because it fails hundreds of tries at once."""
 
 
 class FailureRate:
-    """Counts the most recent tries of samples by outcome. Use it on one event loop only; it reads the loop's clock."""
+    """Counts the most recent tries of samples by outcome.
+
+    Use it on one event loop only, since it reads the loop's clock.
+    """
 
     def __init__(self, most: float) -> None:
         """most: largest share of failures that does not stop the run, in (0, 1]."""
@@ -34,7 +37,10 @@ class FailureRate:
             self._counts[self._tries.popleft()[1]] -= 1
 
     def excess(self) -> str | None:
-        """Return a message if the share of failures exceeds the limit. None before NEWEST tries have ended."""
+        """Return a message if the share of failures exceeds the limit, else None.
+
+        The result is also None until NEWEST tries have ended.
+        """
         tries, failed = len(self._tries), len(self._tries) - self._counts[""]
         if tries < NEWEST or failed <= self._most * tries:
             return None

@@ -1,4 +1,4 @@
-"""Finished groups that wait for a batch, and counts of the prompts that failed or were rejected meanwhile."""
+"""Finished groups that wait for a batch, and the numbers of prompts that failed or were rejected meanwhile."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import TrajectoryBatch
 
 MOST_FAILED, MOST_REJECTED = 10, 100
-"""Limits of failed and of rejected prompts per requested group: a call fails instead of using up the data set. While no
-group has finished, the limit of failed prompts is 1."""
+"""Maximum numbers of failed and of rejected prompts, per requested group. Above them a call raises an error instead of
+using up the data set. While no group has finished, the limit of failed prompts is 1 per requested group."""
 
 
 @dataclass(kw_only=True)
@@ -26,13 +26,13 @@ class Finished:
     episode: Episode
     group: TrajectoryBatch
     versions: range
-    """Range from the oldest trained token's policy version to the newest. Empty if no token has a version."""
+    """Range of the policy versions of the trained tokens, oldest to newest. Empty if no token has a version."""
     decides: float
-    """The group is dropped once this version is too old. Infinite if the group is never dropped."""
+    """The group is dropped once this policy version is too old. Infinite if the group is never dropped."""
 
     @classmethod
     def of(cls, episode: Episode, group: TrajectoryBatch, stale: str) -> Finished:
-        """stale: rollout.stale."""
+        """stale: value of rollout.stale, which says what happens to stale tokens."""
         versions = trained_runs(group).values.tolist()
         ends = range(min(versions), max(versions) + 1) if versions else range(0)
         # With `mask`, a group that would be masked completely is dropped as well.
@@ -41,7 +41,7 @@ class Finished:
 
 
 class FinishedGroups:
-    """The finished groups of one executor's training prompts, and the failures since the last batch."""
+    """The finished groups of one executor's training prompts, and the numbers of failures since the last batch."""
 
     def __init__(self, config: RolloutConfig, metrics: RolloutMetrics) -> None:
         self._config, self._metrics = config, metrics
@@ -73,7 +73,10 @@ class FinishedGroups:
         return dropped
 
     def take(self, count: int, *, in_order: bool = False) -> list[Finished]:
-        """Remove `count` groups and return them, in the order of their prompts if `in_order`."""
+        """Remove `count` groups and return them. in_order: sort them by their prompts' order.
+
+        Groups that missed an earlier batch are taken first, then those with the oldest tokens.
+        """
         # First the groups that missed an earlier batch, then the oldest, which might be too old for the next batch.
         # Groups of the same age are taken in the order in which they finished.
         self._groups.sort(key=lambda finished: (-finished.episode.requeues, finished.versions.start))
@@ -83,7 +86,7 @@ class FinishedGroups:
         return taken
 
     def joined(self, taken: list[Finished], version: int) -> TrajectoryBatch:
-        """Return the groups as one batch of a trainer at this policy version, and count the ages of its tokens."""
+        """Join the groups into one batch for a trainer at policy version `version`, and count the tokens' ages."""
         if self._config.stale == "mask":
             # The version rises while a group waits, so its age is known only now.
             for finished in taken:

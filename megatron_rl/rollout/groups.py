@@ -15,16 +15,17 @@ from megatron_rl.telemetry.rollout_metrics import RolloutMetrics
 from megatron_rl.types import PART, TOKEN_KEYS, TURN_REWARDS, WIDE_COLUMNS, Runs, Trajectory, TrajectoryBatch
 
 NUMBERS = ("rewards", "greedy_reward", "greedy_tokens", "is_greedy", "sample", "agent")
-"""Numeric columns that computations use."""
+"""Names of numeric columns that later computations use."""
 ROUNDING = 1e-6
 """Relative rounding error of a float32 reward, or of a sum of rewards."""
 
 
 def as_group(result: Any, *, source: str = "") -> TrajectoryBatch | None:
-    """Convert a workflow's result into a batch of one group. Return None for a rejected prompt.
+    """Convert a workflow's result into a batch of one group.
 
-    Raises TypeError or ValueError for a result that cannot be trained or compared: wrong types, shapes or lengths, NaN
-    or infinite numbers, nothing to train. source: workflow and prompt, for the error message.
+    Return None if the result is None, which rejects the prompt. Raises TypeError or ValueError for a result that cannot
+    be trained or compared: wrong types, shapes or lengths, NaN or infinite numbers, or no token to train. source:
+    workflow and prompt, for the error message.
     """
     try:
         group = _joined(result)
@@ -67,7 +68,10 @@ def _joined(result: Any) -> TrajectoryBatch | None:
 
 
 def _joined_trajectories(result: list[Any]) -> TrajectoryBatch:
-    """Join trajectories. Raises TypeError or ValueError for those that `from_trajectories` would change silently."""
+    """Join a group's trajectories.
+
+    Raises TypeError or ValueError if `from_trajectories` would silently change one of them.
+    """
     is_converted = False
     for number, entry in enumerate(result):
         if not isinstance(entry, Trajectory):
@@ -116,7 +120,10 @@ def _check_tensors(columns: Any, whose: str = "") -> None:
 
 
 def _check_tokens(columns: Mapping[str, Tensor], whose: str = "") -> None:
-    """Check `[N]` columns before they are converted to their dtypes, because a conversion would hide errors."""
+    """Check per-token columns before they are converted to their dtypes, because the conversion would hide errors.
+
+    whose: the columns' owner, for the error message.
+    """
     for name, value in columns.items():
         what = f"arun_episode returned {whose}{name}"
         is_converted = name in TOKEN_KEYS and value.dtype != TOKEN_KEYS[name]
@@ -167,7 +174,7 @@ def _check_group(group: TrajectoryBatch) -> None:
 
 
 def _check_turn_rewards(group: TrajectoryBatch) -> None:
-    """Raise ValueError for turn rewards on untrained tokens, or if they do not add up to their trajectory's reward."""
+    """Raise ValueError if turn rewards are on untrained tokens, or do not add up to their trajectory's reward."""
     if TURN_REWARDS not in group.tokens or "rewards" in group.tokens:
         raise ValueError(
             f"arun_episode returned {TURN_REWARDS} that are not per token, or rewards that are; give "
@@ -195,7 +202,7 @@ def _check_turn_rewards(group: TrajectoryBatch) -> None:
 
 
 def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
-    """Join batches of one group each. `group` numbers them from 0 in the given order."""
+    """Join batches that have one group each. The column `group` numbers the groups from 0 in the given order."""
     first = groups[0]
     for number, group in enumerate(groups):
         if group.tokens.keys() != first.tokens.keys() or group.sequences.keys() != first.sequences.keys():
@@ -209,7 +216,7 @@ def join_groups(groups: list[TrajectoryBatch]) -> TrajectoryBatch:
 
 
 def trained_runs(group: TrajectoryBatch) -> Runs:
-    """Return the policy versions of the trained tokens that have one, run-length encoded."""
+    """Return the policy versions, run-length encoded, of those trained tokens that have a version."""
     runs = group.versions
     assert runs is not None, "a group has versions"
     # By NumPy, which takes a fifth of torch's time: a group has few runs.
@@ -221,7 +228,7 @@ def trained_runs(group: TrajectoryBatch) -> Runs:
 
 
 def trained_versions(group: TrajectoryBatch) -> Tensor:
-    """Return the policy versions of the trained tokens that have one, int32."""
+    """Return the policy versions, as int32, of those trained tokens that have a version."""
     return trained_runs(group).each()
 
 
@@ -232,7 +239,7 @@ def is_uniform(group: TrajectoryBatch) -> bool:
 
 
 def reward_of_each(batch: TrajectoryBatch) -> Tensor:
-    """Return each trajectory's reward `[B]`; for per-token rewards, their sum over trained tokens."""
+    """Return each trajectory's reward `[B]`. For per-token rewards, it is their sum over trained tokens."""
     rewards: Tensor = batch["rewards"]
     if "rewards" not in batch.tokens:
         return rewards
@@ -241,12 +248,18 @@ def reward_of_each(batch: TrajectoryBatch) -> Tensor:
 
 
 def mean_reward(batch: TrajectoryBatch) -> float:
-    """Return the mean reward of samples. Trajectories of one sample, such as a debate's agents, count as one."""
+    """Return the mean reward of all samples.
+
+    Trajectories of one sample, such as those of a debate's agents, count as one.
+    """
     return float(batch.means_of_samples(reward_of_each(batch)).mean())
 
 
 def sampled_reward(group: TrajectoryBatch) -> float:
-    """Return the mean reward of a group's samples, without greedy replies, which serve only as baselines."""
+    """Return the mean reward of a group's samples.
+
+    Greedy replies are left out, because they serve only as baselines.
+    """
     if "is_greedy" not in group:
         return mean_reward(group)
     rewards, counted = reward_of_each(group).double(), group["is_greedy"] == 0
@@ -254,7 +267,10 @@ def sampled_reward(group: TrajectoryBatch) -> float:
 
 
 def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
-    """Clear the loss mask of tokens sampled by versions before `oldest_allowed`. Return their number."""
+    """Clear the loss mask of tokens that versions before `oldest_allowed` have sampled.
+
+    Return the number of these tokens.
+    """
     versions, mask = group["versions"], group["loss_mask"]
     old = mask & (versions >= 0) & (versions < oldest_allowed)
     group.tokens["loss_mask"] = mask & ~old
@@ -264,9 +280,10 @@ def mask_older(group: TrajectoryBatch, oldest_allowed: int) -> int:
 def without_cut_off(
     group: TrajectoryBatch | None, result: list[Trajectory], metrics: RolloutMetrics, *, masks: bool
 ) -> TrajectoryBatch | None:
-    """Count the trajectories that were cut off or split, and if `masks`, clear the loss mask of those cut off.
+    """Count the trajectories that were cut off at a length limit or split.
 
-    Their rewards still count in comparisons. Return None if no token is left to train.
+    If `masks`, clear the loss mask of those cut off. Their rewards still count in comparisons. Return None if no token
+    is left to train.
     """
     splits = [trajectory.split for trajectory in result if trajectory.split]
     metrics.add(**{f"rollout/splits/{why}": splits.count(why) for why in set(splits)})

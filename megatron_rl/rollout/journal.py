@@ -3,9 +3,9 @@
 With `rollout.journal_replies` it also keeps the individual replies of unfinished episodes.
 
 There is one append-only file per rollout rank and interval between checkpoints. Each process writes new files and never
-modifies those of earlier ones. A group is written before any record of its outcome, and so before it is trained. A
-written record survives the death of the process, and a power failure once the next checkpoint has begun. Unreadable
-parts are reported and left in place, and their prompts are sampled again.
+modifies those of earlier ones. A group is written before any record of its outcome, and therefore before it is trained.
+A written record survives the death of the process. It also survives a power failure once the next checkpoint has begun.
+Unreadable parts are reported and left in place, and their prompts are sampled again.
 """
 
 from __future__ import annotations
@@ -48,23 +48,26 @@ _DTYPES = {
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
     torch.bool: "BOOL",
 }
-"""Dtype -> its name in safetensors files. Columns of other dtypes could not be trained anyway."""
+"""Dtype -> its name in safetensors files. A column of another dtype could not be trained."""
 WIDE = ("routes", "support", "adjustment")
-"""Columns that a reply may have, by their names in LLMResponse."""
+"""Names in LLMResponse of the per-token columns that a reply may have in addition to its tokens."""
 _METADATA_BYTES = struct.Struct("<Q")
-"""The first bytes of a safetensors blob: length of its JSON header."""
+"""Start of a safetensors blob: length of its JSON header in bytes."""
 
 
 @dataclass(kw_only=True)
 class Record:
-    """One record, read back. `event["event"]` is its kind. Payloads of groups and replies stay in the file."""
+    """A record that was read back. `event["event"]` is its kind.
+
+    The payloads of groups and replies stay in the file.
+    """
 
     event: dict[str, Any]
     path: Path
     start: int
     size: int
     branch: int = 0
-    """In a resumed run: last policy version common to the writer and this run."""
+    """Only in a resumed run: the last policy version that the writer's run and this run have in common."""
 
     def group(self) -> TrajectoryBatch:
         return TrajectoryBatch.from_columns(self._tensors())
@@ -78,7 +81,7 @@ class Record:
         return LLMResponse(input_tokens=columns["input_ids"].tolist(), sampled=sampled, **rest)
 
     def fault(self) -> str:
-        """Return why the payload differs from what was written, or '' if it is intact."""
+        """Return a description of the damage if the payload is not what was written; '' if it is intact."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(self.start - _HEAD.size)
@@ -98,9 +101,9 @@ class Record:
 
 
 class RolloutJournal(RolloutEvents):
-    """Writes one rollout rank's journal. Ignores evaluations and prompts without a number.
+    """Writes one rollout rank's journal. Evaluations and prompts without a number are not recorded.
 
-    Raises RuntimeError, which ends the run, if a record cannot be written. fingerprint: as in ResumePoint.
+    Raises RuntimeError, which ends the run, if a record cannot be written. fingerprint: see ResumePoint.
     """
 
     def __init__(
@@ -146,7 +149,7 @@ class RolloutJournal(RolloutEvents):
                 os.close(full)
 
     def record_of(self, number: int) -> Record:
-        """Wait for the writer and return the record of a prompt's group. Call this before the group's last event."""
+        """Wait until a prompt's group is written, and return its record. Call this before the group's last event."""
         self.settle()
         return self._records[number]
 
@@ -175,7 +178,7 @@ class RolloutJournal(RolloutEvents):
         self._write_later(_GROUP, group.columns(), about)
 
     def replied(self, data: dict[str, Any], request: str, reply: LLMResponse) -> None:
-        """Keep a whole reply of an unfinished episode under the name `request`. Callable from any thread."""
+        """Record a complete reply of an unfinished episode under the name `request`. Callable from any thread."""
         if not is_numbered(data) or reply.stop_reason == "abort" or not reply.output_len:
             return
         kept = self._replied.setdefault(data["sample_key"], set())
@@ -193,7 +196,10 @@ class RolloutJournal(RolloutEvents):
         self._write_later(_REPLY, columns, about)
 
     def stepped(self, data: dict[str, Any], name: str, step: dict[str, Any]) -> None:
-        """Keep a step of an unfinished episode's environment, with its state. A step that is too large is not kept."""
+        """Record a step of an unfinished episode's environment, with the environment's state.
+
+        A step that is too large is not recorded.
+        """
         if not is_numbered(data):
             return
         content = json.dumps({"event": "stepped", "key": data["sample_key"], "name": name, "step": step}).encode()
@@ -236,7 +242,10 @@ class RolloutJournal(RolloutEvents):
         self._write(_EVENT, json.dumps({"event": event} | content).encode())
 
     def _write_later(self, kind: bytes, columns: dict[str, Tensor], about: dict[str, Any]) -> None:
-        """Write from another thread, in the order of calls of this method. The columns must not change until then."""
+        """Queue a record to be written by another thread. Records are written in the order of the calls.
+
+        The columns must not change until they are written.
+        """
 
         def write() -> None:
             pieces = _blob(columns, about)
@@ -278,7 +287,7 @@ def is_numbered(data: dict[str, Any]) -> bool:
 
 
 def _blob(columns: dict[str, Tensor], about: dict[str, Any]) -> list[bytes | memoryview]:
-    """Return a safetensors blob in pieces, without copying the columns' bytes."""
+    """Return a safetensors blob of the columns, as pieces that share their memory."""
     header: dict[str, Any] = {"__metadata__": {"record": json.dumps(about)}}
     pieces: list[bytes | memoryview] = []
     end = 0
@@ -297,7 +306,7 @@ def _blob(columns: dict[str, Tensor], about: dict[str, Any]) -> list[bytes | mem
 
 
 def read_file(path: Path) -> tuple[list[Record], str]:
-    """Return a file's records up to the first damaged one, and a description of that damage ('' if none)."""
+    """Return a file's records up to the first damaged one, and a description of the damage ('' if there is none)."""
     records: list[Record] = []
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -328,12 +337,12 @@ def _about(blob: bytes) -> dict[str, Any]:
 
 
 def _name_parts(path: Path) -> list[int]:
-    """Return a file's run attempt, first step, number in its process, and rank. Names sort in this order."""
+    """Return a file's run attempt, first step, number within its process, and rank. File names sort in this order."""
     return [int(part) for part in path.stem.split("-")]
 
 
 def next_run_attempt(folder: str | Path) -> int:
-    """Return the number of this start of the run, which no earlier start has had."""
+    """Return a number for this start of the run. No earlier start has had it."""
     return max((_name_parts(path)[0] for path in Path(folder).glob(f"*{SUFFIX}")), default=0) + 1
 
 
@@ -349,12 +358,12 @@ def drop_files_before(folder: str | Path, step: int) -> None:
 
 
 class Restored:
-    """Groups and replies of earlier processes that a run resumed at `version` may still train.
+    """Groups and replies that earlier processes have journaled, and that a run resumed at `version` may still train.
 
-    Weights trained after the checkpoint were lost with their process, and their tokens count as sampled at the
-    checkpoint's version. Two differences may be at most `max_staleness`: the current version minus a group's oldest
-    version (counted in this way), and the group's newest lost version minus the checkpoint's version. A synchronous run
-    therefore restores only groups of the step in which it was killed.
+    The weights trained after the resumed checkpoint were lost with their process. The tokens that they sampled
+    therefore count as sampled at the checkpoint's version. Two differences may be at most `max_staleness`: the current
+    version minus a group's oldest version (counted in this way), and the group's newest lost version minus the
+    checkpoint's version. A synchronous run therefore restores only groups of the step in which it was killed.
     """
 
     def __init__(
@@ -362,7 +371,7 @@ class Restored:
     ) -> None:
         self.max_staleness = max_staleness
         self.faults: list[str] = []
-        """Unreadable parts, and files of a run with other settings, one description per file."""
+        """Descriptions of unreadable parts, and of files whose run had other settings."""
         self.groups = self.replies = 0
         """Numbers of groups and of replies taken so far."""
         self._sampled: dict[str, Record] = {}
@@ -395,7 +404,10 @@ class Restored:
                     self._steps.setdefault((event["key"], event["name"]), event["step"])
 
     def take(self, key: str, version: int) -> TrajectoryBatch | None:
-        """Return the group sampled under `key`, once, if it is fresh enough for a trainer at `version`."""
+        """Return the group that was sampled under `key`, if it is fresh enough for a trainer at `version`; else None.
+
+        The group is returned only once.
+        """
         if (record := self._young(self._sampled.pop(key, None), version)) is None:
             return None
         group = record.group()
@@ -405,7 +417,7 @@ class Restored:
         return group
 
     def take_reply(self, key: str, request: str, version: int) -> LLMResponse | None:
-        """Return an unfinished episode's reply to that request, once, under the same conditions as `take`."""
+        """Return an unfinished episode's reply to the request `request`, under the same conditions as `take`."""
         if (record := self._young(self._replies.pop((key, request), None), version)) is None:
             return None
         reply = record.reply()
@@ -415,7 +427,10 @@ class Restored:
         return reply
 
     def take_step(self, key: str, name: str) -> dict[str, Any] | None:
-        """Return the kept environment step of that name, once. The name depends on the dialogue so far."""
+        """Return the environment step that was recorded under `name`; None if there is none. It is returned only once.
+
+        The name depends on the dialogue so far.
+        """
         return self._steps.pop((key, name), None)
 
     def _young(self, record: Record | None, version: int) -> Record | None:
@@ -440,7 +455,10 @@ class JournaledEpisode:
     journal: RolloutJournal
 
     def take_reply(self, name: str, version: int) -> LLMResponse | None:
-        """Return the reply journaled under `name`, once, if a trainer at `version` may still train on it."""
+        """Return the reply journaled under `name`, if a trainer at `version` may still train on it; else None.
+
+        The reply is returned only once.
+        """
         return None if self.restored is None else self.restored.take_reply(self.data["sample_key"], name, version)
 
     def keep_reply(self, name: str, reply: LLMResponse) -> None:
@@ -464,7 +482,10 @@ class Records:
     journal: RolloutJournal | None = None
 
     def group(self, data: dict[str, Any], version: int) -> TrajectoryBatch | None:
-        """Return this prompt's group from an earlier process, once, if it is fresh enough."""
+        """Return this prompt's group from an earlier process, if it is fresh enough; else None.
+
+        It is returned only once.
+        """
         return None if self.restored is None else self.restored.take(data["sample_key"], version)
 
     def of(self, data: dict[str, Any]) -> JournaledEpisode | None:
@@ -478,13 +499,20 @@ NO_RECORDS = Records()
 
 
 def wait_for_owners(folder: str | Path, patience_s: float = PATIENCE_S) -> None:
-    """Wait until no process writes the journal. Raises BlockingIOError, which names one, after `patience_s`."""
+    """Wait until no process writes the journal.
+
+    Raises BlockingIOError, which names a process that does, after `patience_s` seconds.
+    """
     for path in sorted(Path(folder).glob(f"*{LOCK_SUFFIX}")):
         os.close(_lock(path, patience_s))
 
 
 def take_lock(folder: str | Path, rank: int, patience_s: float = PATIENCE_S) -> int:
-    """Lock a rank's journal, until all copies of the returned descriptor are closed. Raises BlockingIOError."""
+    """Lock a rank's journal. Return the lock's file descriptor.
+
+    The lock is held until all copies of the descriptor are closed. Raises BlockingIOError if another process keeps the
+    lock for `patience_s` seconds.
+    """
     Path(folder).mkdir(parents=True, exist_ok=True)
     return _lock(Path(folder) / f"{rank:04}{LOCK_SUFFIX}", patience_s)
 

@@ -1,4 +1,4 @@
-"""The replies that an episode already has: their names, their store, and the request that continues a partial one."""
+"""The replies that an episode already has: their names, their store, and requests that continue partial ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class KeptReplies:
     def __init__(self) -> None:
         self._replies: dict[str, LLMResponse] = {}
         self.since = 0
-        """Policy version at the time of the first request."""
+        """Policy version at the time of the first request for which a reply is kept."""
 
     def __len__(self) -> int:
         return len(self._replies)
@@ -26,7 +26,8 @@ class KeptReplies:
     def begin(self, name: str, req: LLMRequest, *, version: int, oldest_allowed: int) -> LLMResponse:
         """Return the reply kept under `name`, or else `req.begun`. An unfinished reply has the stop reason `abort`.
 
-        A reply with a token of a version below `oldest_allowed` starts over.
+        If there is neither, or if a version below `oldest_allowed` sampled one of its tokens, return an empty
+        unfinished reply.
         """
         if not self._replies:
             self.since = version
@@ -41,7 +42,7 @@ class KeptReplies:
         return reply
 
     def newest(self, count: int) -> list[LLMResponse]:
-        """Return the `count` most recently begun replies, newest last."""
+        """Return the last `count` replies in the order in which they were begun."""
         return list(self._replies.values())[-count:]
 
     def keep(self, name: str, reply: LLMResponse) -> None:
@@ -52,10 +53,11 @@ class KeptReplies:
 
 
 def check_sampling(req: LLMRequest, trained_as: GenerationConfig | None = None) -> None:
-    """Raise RequestRefused for a request that cuts the vocabulary or changes logits without a report of supports.
+    """Raise RequestRefused for a request whose replies could not be trained.
 
-    Greedy replies pass, because they are not trained. If the trainer computes supports, the request's options must be
-    the run's, `trained_as`.
+    That is a request that excludes tokens from the vocabulary, or changes logits, without a report of the supports.
+    Greedy replies are not trained, so they pass. If the trainer computes supports, the request's options must be those
+    of the run, `trained_as`.
     """
     options = req.gconfig
     if options.greedy or options.support_size:
@@ -82,7 +84,10 @@ def check_sampling(req: LLMRequest, trained_as: GenerationConfig | None = None) 
 
 
 def check_cut(options: GenerationConfig, trained_as: GenerationConfig) -> None:
-    """Raise RequestRefused if a request excludes other tokens than those that the trainer computes."""
+    """Raise RequestRefused if a request excludes other tokens than the trainer assumes.
+
+    trained_as: the run's options.
+    """
     for name in ("supports", "temperature", "top_k", "top_p", "min_p"):
         if (value := getattr(options, name)) != (known := getattr(trained_as, name)):
             raise RequestRefused(
@@ -98,7 +103,7 @@ def check_cut(options: GenerationConfig, trained_as: GenerationConfig) -> None:
 
 
 def continuing(req: LLMRequest, begun: LLMResponse) -> LLMRequest:
-    """Return a request for the rest of a reply."""
+    """Return a request for the rest of the partial reply `begun`."""
     req = copy.copy(req)  # dataclasses.replace would check the prompt's tokens again
     req.begun = begun
     return req

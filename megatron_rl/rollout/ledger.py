@@ -1,7 +1,7 @@
 """The ledger of prompts that a rollout rank has handed out and whose outcome is open.
 
-With it, a resumed run takes every prompt exactly once, even on another number of rollout ranks: first the open prompts,
-then new ones. A prompt that is skipped because of its success rate counts as taken.
+With it, a resumed run takes every prompt exactly once, even with another number of rollout ranks. It takes the open
+prompts first, then new ones. A prompt that is skipped because of its success rate counts as taken.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from megatron_rl.rollout.journal import is_numbered
 
 @dataclass(frozen=True)
 class Share:
-    """A rollout rank's part of the endless prompt order: of every `period` numbers, those in range(first, end).
+    """A rollout rank's part of the endless sequence of prompt numbers.
 
-    A period is a step's prompts, so that a rank's part of a step does not depend on how far ahead the rank samples.
+    A number n belongs to it if n modulo `period` is in range(first, end). A period is as long as a step has prompts, so
+    that a rank's part of a step does not depend on how far ahead the rank samples.
     """
 
     period: int
@@ -34,7 +35,7 @@ class Share:
 
     @classmethod
     def of_state(cls, state: dict[str, Any]) -> Share:
-        """Return the share of a saved ledger. In ledgers of earlier versions, a rank had every `size`-th prompt."""
+        """Return the share that is stored in a ledger's state. In earlier versions, it was every `size`-th prompt."""
         if "size" in state:
             rank = state["next"] % state["size"]
             return cls(state["size"], rank, rank + 1)
@@ -47,27 +48,27 @@ class Share:
         return self.first <= number % self.period < self.end
 
     def following(self, number: int) -> int:
-        """Return the next number of this share after `number`, which must belong to it."""
+        """Return the number of this share that follows `number`, which must itself belong to the share."""
         return number + 1 if number + 1 in self else number + 1 + self.period - len(self)
 
 
 class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
-    """Iterates over one rank's prompts, and closes those that were consumed or given up.
+    """Iterates over one rank's prompts, and notes which of them are open. An event closes a prompt.
 
-    A prompt is identified by its number. It stays open while its group waits to be trained. With `rates`, prompts are
-    skipped according to their success rates.
+    A prompt is identified by its number. It is open from when it is handed out until its group is consumed, or it is
+    rejected or dead-lettered. With `rates`, prompts are skipped according to their success rates.
     """
 
     def __init__(self, prompts: PromptIterator, share: Share, rates: SuccessRates | None = None) -> None:
         self.prompts, self.share, self.rates = prompts, share, rates
         self.outcomes: list[Outcome] = []
-        """Outcomes of closed prompts that are not yet in `rates`."""
+        """Outcomes of closed prompts that were not yet added to `rates`."""
         self.passed_over = 0
         """Number of prompts skipped since the process started."""
         self._lock = threading.Lock()  # prompts are taken on the rollout's thread, the state by the trainer's calls
         self._again: list[int] = []
         self._undecided: set[int] = set()
-        """Numbers in `_again` that were neither taken nor skipped, because their rank had not reached them."""
+        """Those numbers in `_again` that no earlier process has reached. This process decides whether to skip them."""
         self._next = share.first
         self._open: set[int] = set()
 
@@ -93,7 +94,7 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
             return numbers | {"next": self._next, "outcomes": list(self.outcomes)} | asdict(self.share)
 
     def add_outcomes(self, outcomes: Sequence[Outcome]) -> None:
-        """Add the outcomes of all ranks' prompts to the rates, and remove them from `outcomes`."""
+        """Add the outcomes of all ranks' prompts to the success rates, and remove them from `self.outcomes`."""
         assert self.rates is not None, "a run without rates has no outcomes"
         with self._lock:
             added = {number for number, *_ in outcomes}
@@ -101,7 +102,10 @@ class PromptLedger(RolloutEvents, Iterator[dict[str, Any]]):
             self.rates.add(outcomes)
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's part of the prompts that the ranks of the earlier run left open."""
+        """Take over this rank's part of the prompts that the earlier run left open.
+
+        states: the saved states of the ledgers of all that run's ranks.
+        """
         # No rank has handed out a number from `base` on. Below it, each rank's share and `next` tell which ones.
         base = max(state["next"] for state in states)
         base += -base % self.share.period

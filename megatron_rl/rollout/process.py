@@ -1,4 +1,4 @@
-"""The trainer's proxy for its rollout process, which runs episodes without using the trainer's interpreter.
+"""The trainer's proxy for its rollout process, in which episodes run without using the trainer's interpreter.
 
 The process runs one RolloutRank (rollout_rank.py). It answers calls in order; slow calls return a Future.
 """
@@ -36,7 +36,7 @@ PULSE_S = 2.0
 ANSWER_S = 4.0
 """Timeout for the hang report of a process that may itself hang."""
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-"""Signals that the rollout process leaves to the trainer. They are blocked in it until its handlers are installed."""
+"""Signals that only the trainer handles. The rollout process blocks them until it has installed its own handlers."""
 
 
 class RolloutDied(RuntimeError):
@@ -114,7 +114,7 @@ class RolloutProcess(RolloutStub):
         self.rpc.start(RolloutRank.connect, urls).result()
 
     def close(self) -> None:
-        """Shut down in order: cancel what is in flight and close the journal. May be called twice."""
+        """Shut the process down: it cancels what is in flight and closes the journal. May be called twice."""
         self._is_closing = True
         self._closed.set()
         if self.process.poll() is None:
@@ -163,17 +163,17 @@ class RolloutProcess(RolloutStub):
     # -- state of the process
 
     def fail(self, message: str) -> None:
-        """Make calls that wait for replies or servers raise RuntimeError(message), now and later.
+        """Make calls that wait for replies or servers raise RuntimeError(message).
 
-        Callable from any thread.
+        This affects current and later calls. Callable from any thread.
         """
         self.rpc.tell("fail", message)
 
     def hang_report(self) -> str:
-        """Describe what the process is doing, for a run that hangs. Callable from any thread.
+        """Describe what the process is doing, for the report of a run that hangs. Callable from any thread.
 
-        The process writes its stacks and last events to hang/rollout-N.txt. If it does not answer, the report says so,
-        and SIGUSR2 is sent to make its main thread write its stack, for example if C code blocks the interpreter.
+        The process writes its stacks and last events to hang/rollout-N.txt. If it does not answer, the description says
+        so, and the process gets SIGUSR2. Its main thread then writes its stack even if C code blocks the interpreter.
         """
         try:
             return self.rpc.start(RolloutRank.hang_report).result(ANSWER_S)
@@ -186,7 +186,7 @@ class RolloutProcess(RolloutStub):
     def silent(self) -> Silence:
         """Return how long the process has not answered, and how long its event loop and its calls have been busy.
 
-        As `{name: (seconds, text for the warning)}`. Callable from any thread.
+        The result is {name: (seconds, text for the warning)}. Callable from any thread.
         """
         who, age_s = f"the rollout process (pid {self.process.pid})", time.monotonic() - self._pulse_at
         stacks = f" kill -USR2 {self.process.pid} writes its main thread's stack to run.folder/hang."

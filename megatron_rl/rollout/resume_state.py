@@ -18,7 +18,7 @@ from megatron_rl.rollout.reuse_buffer import ReuseBuffer
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """This rollout rank, this start of the run, and the state to resume from."""
+    """What a rollout process must know to resume: its rank, the number of this start of the run, and saved state."""
 
     rank: int
     ranks: int
@@ -27,7 +27,7 @@ class ResumePoint:
     fingerprint: str
     """Hash of every setting that affects a sampled group."""
     resumed: dict[str, Any] | None
-    """State of the resumed checkpoint; {} if a resumed run has none yet; None for a new run."""
+    """State in the resumed checkpoint. {} if a resumed run has no checkpoint yet; None for a new run."""
     rates: SuccessRates | None = None
     """Success rates of the prompts, if data.sampling uses them. The process updates its own copy."""
 
@@ -97,7 +97,10 @@ class ResumeState:
         return Records(self.restored, self.journal if self.options.journal_replies else None)
 
     def rotate_journal(self, oldest_checkpoint: int) -> None:
-        """Begin a new journal file with a checkpoint. Rank 0 deletes files that no checkpoint can need any more."""
+        """Begin a new journal file, because a checkpoint begins.
+
+        Rank 0 deletes files that no checkpoint can need any more.
+        """
         if self.journal is None or self.folder is None:
             return
         self.journal.begin_file()

@@ -1,7 +1,7 @@
-"""Solved groups that have been trained, kept by a rollout rank to be trained again in addition to fresh ones.
+"""The reuse buffer: solved groups that were trained, and that a rank may hand out again in addition to fresh ones.
 
-Their tokens stay in the journal, and the buffer has only their locations. Fresh groups are admitted, aged and counted
-as without a buffer: reused groups are appended to them and marked.
+Their tokens stay in the journal, and the buffer holds only their locations. Fresh groups are admitted, aged and counted
+as they are without a buffer. Reused groups are appended to them and marked.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Entry:
 
 
 class ReuseBuffer(RolloutEvents):
-    """One rollout rank's part of the run's reuse buffer. It must receive events before its journal does.
+    """One rollout rank's part of the run's reuse buffer. It must receive each event before its journal does.
 
-    A group is solved if a sample has at least the reward `solved_reward` and not all rewards are equal. Only each
-    prompt's newest solved group is kept. Groups older than `max_age_steps` are dropped, and the oldest if there are
-    too many.
+    A group is solved if the best sample's reward is at least `solved_reward` and not all rewards are equal. Only the
+    newest solved group of each prompt is kept. Groups older than `max_age_steps` are dropped, and if there are too
+    many, the oldest.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ReuseBuffer(RolloutEvents):
         self.options, self.journal, self.folder = options, journal, folder
         self.seed, self.rank, self.ranks = seed, rank, ranks
         self.step = 0
-        """Number of `draw` calls."""
+        """Number of times that `draw` was called, which is the number of steps begun."""
         self.entries: list[Entry] = []  # oldest first
         self._solved: set[int] = set()  # numbers of prompts whose groups wait to be trained
 
@@ -94,7 +94,10 @@ class ReuseBuffer(RolloutEvents):
         return {"rank": self.rank, "step": self.step, "entries": [asdict(entry) for entry in self.entries]}
 
     def load_state_dicts(self, states: list[dict[str, Any]]) -> None:
-        """Take this rank's part of all ranks' entries: its own if the number of ranks has not changed."""
+        """Take over this rank's part of all ranks' entries.
+
+        If the number of ranks has not changed, these are its own.
+        """
         self.step = max((state["step"] for state in states), default=0)
         if sorted(state["rank"] for state in states) == list(range(self.ranks)):
             (own,) = (state["entries"] for state in states if state["rank"] == self.rank)
@@ -111,7 +114,10 @@ def is_solved(group: TrajectoryBatch, solved_reward: float) -> bool:
 
 
 def with_reused(batch: TrajectoryBatch, groups: Sequence[TrajectoryBatch]) -> TrajectoryBatch:
-    """Append groups that were trained before to the batch. They are marked in `is_reused` (int64, 0 or 1)."""
+    """Append groups that an earlier step has trained to the batch.
+
+    The column `is_reused` (int64) is 1 for them, else 0.
+    """
     parts, fresh = [batch, *groups], int(batch["group"].max()) + 1
     batch.sequences[REUSED] = torch.zeros(len(batch), dtype=torch.int64)
     for number, group in enumerate(groups):
@@ -127,7 +133,7 @@ def with_reused(batch: TrajectoryBatch, groups: Sequence[TrajectoryBatch]) -> Tr
 
 
 def is_buffer(state: Any) -> bool:
-    """Return whether this is a state that ReuseBuffer.state_dict returned."""
+    """Return whether `state` has the form of a result of ReuseBuffer.state_dict."""
     if not (isinstance(state, dict) and isinstance(state.get("entries"), list)):
         return False
     types = {"place": int, "step": int, "file": str, "start": int, "size": int}

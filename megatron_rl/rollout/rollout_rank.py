@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 AT_ONCE = {"fail", "hang_report"}
-"""Calls that end or describe the call in progress. They run at once, because that call may never end by itself."""
+"""Calls that end or describe the current call. They run at once, because the current call may never end by itself."""
 BESIDE = {"prepare_batch", "evaluate"}
 """Calls that run concurrently with others, because they last as long as episodes do."""
 REWARDS_START_S = 20.0
@@ -58,7 +58,7 @@ REWARDS_START_S = 20.0
 
 @dataclass(frozen=True, kw_only=True)
 class Beginning:
-    """The first message to a rollout process: everything that it learns about its run."""
+    """The first message to a rollout process. It has all that the process learns about its run."""
 
     config: TrainConfig
     tokenizer: PreTrainedTokenizerBase
@@ -74,10 +74,10 @@ class Beginning:
 
 
 class RolloutRank(RolloutService):
-    """The workflows, rewards and resume state of one rollout rank, with the service that runs them.
+    """The workflows, rewards and resume state of one rollout rank, together with the service that runs them.
 
-    The trainer calls its public methods, and those of RolloutService, through a RolloutProcess. They run on the event
-    loop one after the other, except those in BESIDE, which run concurrently.
+    The trainer calls the public methods of this class and of RolloutService through a RolloutProcess. They run on the
+    event loop one after the other, except those in BESIDE, which run concurrently.
     """
 
     def __init__(self, beginning: Beginning, on_drop: Callable[[str, str], None]) -> None:
@@ -135,7 +135,7 @@ class RolloutRank(RolloutService):
         self._status.begin()
 
     async def close(self) -> None:
-        """Shut down in order: cancel what is in flight, then close the rewards, the journal and the hang report."""
+        """Cancel what is in flight. Then close the rewards, the journal and the hang report."""
         await self._status.close()
         # In this order, because episodes ask for rewards and both are recorded.
         await super().close()
@@ -204,11 +204,15 @@ class RolloutRank(RolloutService):
     # -- resume state
 
     def ledger_state(self) -> dict[str, Any]:
-        """Return this rank's open prompts, next prompt, reuse buffer, and outcomes of prompts just closed."""
+        """Return this rank's state for a checkpoint.
+
+        It has the open prompts, the next prompt, the reuse buffer, and the outcomes that were not yet added to the
+        rates.
+        """
         return self.resume_state.state_dict()
 
     def add_outcomes(self, outcomes: list[Outcome]) -> None:
-        """Add the outcomes of all ranks' prompts to the success rates by which further prompts are chosen."""
+        """Add the outcomes of all ranks' prompts to the success rates, by which further prompts are chosen."""
         self.resume_state.ledger.add_outcomes(outcomes)
 
     def journal_faults(self) -> list[str]:
@@ -224,7 +228,7 @@ class RolloutRank(RolloutService):
 
 
 PLAIN = (str, int, float, bool, type(None))
-"""Types of the log record fields that are sent to the trainer."""
+"""Types of the values in log records that are sent to the trainer."""
 
 
 class ToTrainer(logging.handlers.QueueHandler):
@@ -236,7 +240,7 @@ class ToTrainer(logging.handlers.QueueHandler):
         self.wire = wire
 
     def enqueue(self, record: logging.LogRecord) -> None:
-        """Send the record without users' objects, whose classes the trainer may lack or fail to construct."""
+        """Send the record without objects of users' classes, which the trainer may lack or fail to construct."""
         tell(self.wire, "log", {name: value for name, value in vars(record).items() if type(value) in PLAIN})
 
 
@@ -248,10 +252,10 @@ def tell(wire: RpcSocket, name: str, *args: object) -> None:
 
 
 def collect_garbage_seldom() -> None:
-    """Exempt all current objects from garbage collection, and collect after 100,000 new ones instead of 700.
+    """Exempt all current objects from garbage collection. Then collect after every 100,000 new objects instead of 700.
 
-    Replies are tensors, so they create few objects and hardly any cycles. By default, collection took a quarter of the
-    time of short replies.
+    Replies are tensors, so they create few objects and hardly any reference cycles. With the default, collection took a
+    quarter of the time of short replies.
     """
     gc.collect()
     gc.freeze()

@@ -78,12 +78,15 @@ class RolloutService(ServerWeights):
         await self.client.close()
 
     def fail(self, message: str) -> None:
-        """Make calls that wait for replies or servers, now and later, raise RuntimeError(message)."""
+        """Make calls that wait for replies or servers raise RuntimeError(message).
+
+        This affects current and later calls.
+        """
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self.executor.fail, message)
 
     def counts(self) -> Counts:
-        """Return the counts since the last call. The counts of all rollout ranks add up to the step's metrics."""
+        """Return what was counted since the last call. The sum over all rollout ranks gives the step's metrics."""
         counts = self.client.metrics.take()
         if self.client.is_connected:  # all clients have the same servers
             counts.most["servers"] = len(self._fleet.members.serving)
@@ -99,7 +102,7 @@ class RolloutService(ServerWeights):
 
     @property
     def needs_weights(self) -> bool:
-        """True if requests wait for a publication, because none of the remaining servers has the current weights."""
+        """True if requests wait for a publication, because no remaining server has the current weights."""
         return self._fleet.members.needs_weights
 
     @property
@@ -108,23 +111,26 @@ class RolloutService(ServerWeights):
         return [server.url for server in self._fleet.members.serving]
 
     async def select_servers(self) -> None:
-        """Select the servers of the next publication: all that answer, including restarted ones.
+        """Select the servers that take part in the next publication: all that answer, including restarted ones.
 
-        If none answers, wait for one. Raises RuntimeError if none comes back, or after `fail`.
+        If none answers, wait for one. Raises RuntimeError if none comes back, or if `fail` was called.
         """
         patience_s = self.config.start_timeout_s * (1 + self.config.server_restarts)
         await self._fleet.members.select_servers(patience_s, check=self.executor.raise_if_fatal)
 
     async def mark_published(self, serving: list[str], version: int) -> None:
-        """Note that another client has published `version` to the servers `serving`. Requests go to these only."""
+        """Note that another client has published `version` to the servers `serving`.
+
+        From now on, only these get requests.
+        """
         await self._fleet.follow(serving, version)
         self.set_version(version)
 
     async def set_memory(self, parts: frozenset[str], starts: dict[str, int]) -> list[str]:
-        """Make the servers hold exactly these parts of `ALL_MEMORY`. Return the URLs of those that failed.
+        """Make the servers hold exactly these parts of `ALL_MEMORY`. Return the URLs of servers that failed.
 
-        Servers that do not hold all parts generate nothing. starts: URL -> number that changes with each restart of the
-        server.
+        A server that does not hold all parts generates nothing. starts: URL -> number that changes whenever the server
+        is restarted.
         """
         return await self._fleet.set_memory(parts, starts)
 

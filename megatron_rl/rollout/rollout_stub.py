@@ -21,11 +21,11 @@ Buckets = dict[str, Any]
 
 
 class RolloutStub(abc.ABC):
-    """Proxy of a RolloutService, which documents the methods. It is also a WeightReceiver."""
+    """Proxy of a RolloutService; the methods are documented there. It is also a WeightReceiver."""
 
     @abc.abstractmethod
     def _call(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """Call a method of the service. Returns or raises what the method does."""
+        """Call a method of the service. Return its result, or raise its exception."""
 
     @abc.abstractmethod
     def _await(

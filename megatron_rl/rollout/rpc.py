@@ -68,7 +68,7 @@ class RpcSocket:
         os.register_at_fork(after_in_child=close_in_child)
 
     def send(self, message: tuple[object, ...], *, name_of: Callable[[Future[Any]], int] | None = None) -> None:
-        """Send a message. name_of: returns the number that is sent in place of a future."""
+        """Send a message. name_of: returns the number that replaces a future in the message."""
         buffers: list[memoryview] = []
         head = _pack(message, buffers, name_of)
         sizes = [len(head), *(buffer.nbytes for buffer in buffers)]
@@ -80,7 +80,7 @@ class RpcSocket:
                 self._socket.sendall(buffer)
 
     def receive(self, *, future_of: Callable[[int], Future[Any]] | None = None) -> Any:
-        """Receive a message. future_of: returns the future for a number that was sent in place of one."""
+        """Receive a message. future_of: returns the future for a number that replaces one in the message."""
         (count,) = _COUNT.unpack(self._read(_COUNT.size))
         sizes = struct.unpack(f"<{count}Q", self._read(8 * count))
         head, *buffers = [self._read(size) for size in sizes]
@@ -157,10 +157,12 @@ Key = tuple[str, int]
 class RpcServer:
     """Answers the peer's calls, on the event loop that `serve` runs on.
 
-    find(name) returns the function that answers calls of that name. Calls are answered one after the other, and an
-    awaitable is awaited before the next call. There are two exceptions. Calls named in `at_once` are answered by the
-    reading thread, even if the event loop is blocked. Coroutine functions named in `beside` run concurrently with other
-    calls. The call PULSE is also answered at once, and its answer has the seconds that each current call has lasted.
+    `find(name)` returns the function that answers calls of that name. Calls are answered one after the other: if a
+    function returns an awaitable, it is awaited before the next call. There are two exceptions. Calls named in
+    `at_once` are answered by the thread that reads, even if the event loop is blocked. Calls named in `beside`, of
+    coroutine functions, run concurrently with other calls.
+
+    The call PULSE is answered at once as well. Its answer also has the seconds that each current call has lasted.
     Another thread sends the results of futures, because sending a batch takes long.
     """
 
@@ -273,7 +275,7 @@ class RpcServer:
 
 @contextlib.contextmanager
 def noted(busy: dict[str, float], what: str) -> Iterator[None]:
-    """Keep `what` in `busy`, with its start time, for the duration of the block."""
+    """Keep `busy[what]` set to the start time, by time.monotonic, for the duration of the block."""
     busy[what] = time.monotonic()
     try:
         yield
@@ -289,7 +291,10 @@ class Unsendable(RuntimeError):
 
 
 def _portable(error: BaseException) -> tuple[bytes, str, str]:
-    """Return an error as (its pickle, empty if it cannot be pickled; type and message; traceback)."""
+    """Return an error as three values: its pickle, its type and message, its traceback.
+
+    The pickle is empty if the error cannot be pickled.
+    """
     words = f"{type(error).__name__}: {error}"
     try:
         pickled = pickle.dumps(error)
@@ -299,7 +304,10 @@ def _portable(error: BaseException) -> tuple[bytes, str, str]:
 
 
 def _raised(pickled: bytes, words: str, told: str) -> BaseException:
-    """Rebuild an error from the three values of `_portable`. A RuntimeError replaces one that cannot be unpickled."""
+    """Rebuild an error from the three values of `_portable`.
+
+    An error that cannot be unpickled becomes a RuntimeError.
+    """
     try:
         error = pickle.loads(pickled) if pickled else RuntimeError(words)
     except Exception:  # user errors may need classes that are missing here
@@ -326,11 +334,11 @@ class ServedFuture(Future[Any]):
 
 
 class RpcClient:
-    """Calls the other process. One of its threads receives the answers.
+    """Calls the other process. A thread of this object receives the answers.
 
-    on_told(name, args) is called, from that thread, for unsolicited messages. on_end(fault) is called there once the
-    peer is gone, or once `fault` prevents further receiving. All waiting and later calls raise the exception that
-    on_end returns.
+    on_told(name, args) is called, from that thread, for messages that answer no call. on_end(fault) is called there
+    once the peer is gone (`fault` is None) or `fault` prevents further receiving. All waiting and later calls raise the
+    exception that on_end returns.
     """
 
     def __init__(
@@ -360,10 +368,10 @@ class RpcClient:
     def start(self, method: str, /) -> Future[Any]: ...
 
     def start(self, method: Callable[..., Any] | str, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the method of this name on the other process's object, without waiting. Return a future of its result.
+        """Call a method of the other process's object by its name, without waiting. Return a future of its result.
 
-        The future raises what the method raises. Cancelling the future cancels the call if the server answers it
-        concurrently.
+        The future raises what the method raises. Cancelling the future also cancels the call, if the server runs it
+        concurrently with other calls.
         """
         key = "call", next(self._numbers)
         future = ServedFuture(lambda: self.tell(CANCEL, key))
@@ -376,7 +384,7 @@ class RpcClient:
         return future
 
     def tell(self, name: str, /, *args: object) -> None:
-        """Send a call that gets no answer. Does nothing if the peer is gone."""
+        """Send a call to which no answer is sent. Does nothing if the peer is gone."""
         with contextlib.suppress(OSError):
             self.wire.send((None, name, args, {}))
 

@@ -44,9 +44,9 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
         vocab_size: int | None = None,
         routes: RouteForm | None = None,
     ) -> None:
-        """config: of a TrainConfig, only the section `rollout` and batch.prompts_per_step are used.
+        """config: of a TrainConfig, only the section `rollout` and the option batch.prompts_per_step are used.
 
-        seed, on_drop, run_name, vocab_size, routes: as in ClientOptions. Callbacks run on the event loop's thread.
+        seed, on_drop, run_name, vocab_size, routes: see ClientOptions. Callbacks run on the event loop's thread.
         """
         self._prompts_per_step: int | None = None
         if isinstance(config, TrainConfig):
@@ -78,7 +78,10 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
             raise
 
     def destroy(self, last: Coroutine[Any, Any, None] | None = None) -> None:
-        """Cancel what is in flight, disconnect, and run `last`. The servers keep running. May be called twice."""
+        """Cancel what is in flight, disconnect, and run the coroutine `last`. The servers keep running.
+
+        May be called twice.
+        """
         if self._thread is None:
             if last is not None:
                 asyncio.run(last)
@@ -122,11 +125,11 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
         return self.service.client.version
 
     def update_weights(self, path: str | Path, version: int) -> None:
-        """Load a HF folder, which the servers must be able to read, into all servers. Pauses them meanwhile."""
+        """Load a HF folder into all servers, which must be able to read it. Generation is paused meanwhile."""
         self._run(self.service.update_from_disk(path, version))
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics since the last call of this or `counts`, with the prefix `rollout/`."""
+        """Return the metrics since the last call of `metrics` or `counts`. Their names begin with `rollout/`."""
         return metrics_of([self.service.counts()])
 
     def _call(self, method: Callable[Concatenate[Any, P], T], /, *args: P.args, **kwargs: P.kwargs) -> T:
@@ -155,7 +158,10 @@ class RemoteSGLangEngine(RolloutStub, InferenceEngine):
 
 
 def rows_of(source: Iterable[Any]) -> Iterator[dict[str, Any]]:
-    """Yield the rows of `source`, flattening lists. A source that is not an iterator is repeated without end."""
+    """Yield the rows of `source`. A list in it is yielded row by row.
+
+    A source that is no iterator is repeated without end.
+    """
     while True:
         is_empty = True
         for entry in source:

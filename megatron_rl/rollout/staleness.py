@@ -15,13 +15,13 @@ class AdmissionGate:
     max_concurrent: int
     max_staleness: int
     groups_per_step: int | None = None
-    """Groups that one step consumes. None bounds only concurrency."""
+    """Number of groups that one step consumes. If None, only concurrency is bounded."""
     surplus: int = 0
-    """Groups that may be sampled beyond the bound (oversampling)."""
+    """Number of groups that may be sampled in excess of the staleness bound (oversampling)."""
     accepted: int = 0
-    """Groups of this run that steps have taken, or that wait to be taken."""
+    """Number of groups that the run's steps have taken, or that wait to be taken."""
     running: int = 0
-    """Running episodes that this gate admitted. `others` counts those that bypassed it, which only take up slots."""
+    """Running episodes that this gate admitted. `others` counts those that bypassed it: they only take up slots."""
     others: int = 0
 
     @property
@@ -31,8 +31,8 @@ class AdmissionGate:
     def room(self, version: int) -> int:
         """Return how many more groups can be sampled so that none exceeds `max_staleness` when it is trained.
 
-        Step k consumes groups [k B, (k + 1) B). A group sampled at `version` is fresh enough for the steps up to
-        version + max_staleness, so at most (max_staleness + version + 1) B groups may exist.
+        With B = groups_per_step, step k consumes the groups [k B, (k + 1) B). A group sampled at `version` is fresh
+        enough for the steps up to version + max_staleness, so at most (max_staleness + version + 1) B groups may exist.
         """
         if self.groups_per_step is None:
             return self.max_concurrent
@@ -43,7 +43,10 @@ class AdmissionGate:
         return min(self.slots, self.room(version))
 
     def begin_step(self, groups: int, version: int, waiting: int, surplus: int = 0) -> None:
-        """Begin a step that takes `groups` groups. waiting: finished groups not yet taken. surplus: extra groups."""
+        """Begin a step that takes `groups` groups.
+
+        waiting: number of finished groups that were not yet taken. surplus: number of groups sampled beyond the bound.
+        """
         self.groups_per_step, self.surplus = groups, surplus
         # All earlier steps count as taken in full. Recomputed in each step rather than summed up, so that a lost group
         # never shifts the bound permanently.
@@ -59,5 +62,5 @@ class AdmissionGate:
         self.accepted += accepted and is_admitted
 
     def take_back(self) -> None:
-        """Uncount an accepted group that was dropped after all."""
+        """Remove a group from the count of accepted ones, because it was dropped."""
         self.accepted -= 1

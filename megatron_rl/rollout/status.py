@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 FOLDER = "status"
 EVERY_S = 2.0
 SLOWEST, TURNS, KINDS = 12, 2, 20
-"""Maximum episodes shown, replies shown per episode, and kinds of failures."""
+"""Maximum numbers of episodes shown, of replies shown per episode, and of kinds of failures shown."""
 LETTERS, TOKENS = 300, 100
-"""Maximum characters of a prompt or reply, and tokens decoded for them."""
+"""Maximum number of characters shown of a prompt or reply, and of tokens decoded for that."""
 
 
 class StatusFile:
-    """Writes the status of one rollout process while its event loop runs."""
+    """Writes the status file of one rollout process while its event loop runs."""
 
     def __init__(
         self,

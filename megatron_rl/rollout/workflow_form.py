@@ -14,7 +14,10 @@ FORM = "must be a coroutine function: async def arun_episode(self, engine, data)
 
 
 def check_workflow(workflow: Any, *, key: str = "workflow") -> None:
-    """Raise ValueError for an object that cannot be a workflow. key: where it was specified."""
+    """Raise ValueError if an object cannot be a workflow.
+
+    key: the option or argument that names it, for the message.
+    """
     if inspect.isclass(workflow):
         raise ValueError(
             f"{key}: is the class {workflow.__qualname__}; give an object of it, {workflow.__name__}(...)."
@@ -34,7 +37,10 @@ def check_workflow(workflow: Any, *, key: str = "workflow") -> None:
 
 
 def begun(workflow: RolloutWorkflow, engine: Sampler, data: dict[str, Any]) -> Awaitable[Any]:
-    """Call the workflow and return its awaitable episode. Raises TypeError if the result is not awaitable."""
+    """Start an episode of the workflow: call its method and return the awaitable result.
+
+    Raises TypeError if the result is not awaitable.
+    """
     # The type is AReaL's; an episode only requests replies from its engine and does not control servers.
     episode: Any = workflow.arun_episode(cast(InferenceEngine, engine), data)
     if not inspect.isawaitable(episode):
@@ -43,7 +49,7 @@ def begun(workflow: RolloutWorkflow, engine: Sampler, data: dict[str, Any]) -> A
 
 
 def name_of(workflow: RolloutWorkflow) -> str:
-    """Return the import path of a workflow's class, with file and line for user code."""
+    """Return the import path of a workflow's class and, for user code, its file and line."""
     code, path = code_of(workflow.arun_episode), f"{type(workflow).__module__}:{type(workflow).__qualname__}"
     is_theirs = code is not None and not code.co_filename.startswith(PACKAGE)
     return f"{path} at {code.co_filename}:{code.co_firstlineno}" if code is not None and is_theirs else path

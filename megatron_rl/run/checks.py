@@ -101,7 +101,7 @@ def check(config: TrainConfig) -> tuple[PreTrainedTokenizerBase, Prompts, dict[s
 
 
 def dry_run(config: TrainConfig) -> str:
-    """Run `check`, and try the rewards on the first training prompt. Return a line that says what was run."""
+    """Run `check`, and try the rewards on the first training prompt. Return a line that says which parts were run."""
     tokenizer, train, held_out = check(config)
     options, folder = config.rollout, Path(config.run.folder)
     for key, prompts in {"data.train": train, **{f"evaluation {name}": held_out[name] for name in held_out}}.items():
@@ -132,7 +132,11 @@ def dry_run(config: TrainConfig) -> str:
 
 
 def check_fields(key: str, prompts: Prompts) -> None:
-    """Raise ValueError for a prompt without `answer` or `tests` if 90 % of its source's prompts have the field."""
+    """Raise ValueError for a prompt that has lost its `answer` or `tests`.
+
+    A prompt without the field is an error if at least 90 % of the prompts of the same source have it. If fewer have it,
+    the field is taken to be optional. key: config key of the prompts.
+    """
     for source in dict.fromkeys(prompt.get("source") for prompt in prompts):
         members = [(n, it) for n, it in enumerate(prompts, start=1) if it.get("source") == source]
         for name in ("answer", "tests"):
@@ -145,7 +149,7 @@ def check_fields(key: str, prompts: Prompts) -> None:
 
 
 def check_value_model(engine: EngineConfig, megatron: dict[str, Any]) -> None:
-    """Raise ValueError if a value model is incomplete or does not fit its layout."""
+    """Raise ValueError if a value model's folder lacks weights, or the model does not fit its parallel layout."""
     arch = read_architecture(engine.model.path).with_head("value")
     if engine.model.init == "hf":
         weight_source(engine.model.path, arch)
@@ -153,7 +157,7 @@ def check_value_model(engine: EngineConfig, megatron: dict[str, Any]) -> None:
 
 
 def check_publication(config: TrainConfig, arch: Architecture) -> None:
-    """Raise ValueError if the servers that the run starts cannot compute the adapters that the run publishes."""
+    """Raise ValueError if the run publishes adapters that the servers which it starts cannot compute."""
     options = config.rollout
     if options.publication != "adapters" or options.backend != "sglang" or platform.has_cuda():
         return
@@ -166,7 +170,7 @@ def check_publication(config: TrainConfig, arch: Architecture) -> None:
 
 
 def check_greedy(config: TrainConfig, batch: TrajectoryBatch) -> None:
-    """Raise ValueError if ReMax finds no greedy reply in the workflow's trajectories. batch: of whole groups."""
+    """Raise ValueError if the run uses ReMax and the workflow's trajectories report no greedy reply."""
     model = config.reward_model.path
     reported = ["is_greedy"] if model else ["is_greedy", "greedy_reward"]
     if config.algo.advantage != "remax" or any(name in batch for name in reported):

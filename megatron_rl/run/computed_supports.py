@@ -22,9 +22,10 @@ from megatron_rl.ops import Cut
 
 
 def add_computed_supports(batch: StepBatch, engine: MegatronEngine, generation: GenerationConfig) -> dict[str, float]:
-    """Add the column `support` to a step, and make its log-probabilities those over the support. Return metrics.
+    """Compute the supports of a step's trained tokens. Return metrics.
 
-    engine: the policy, with the weights that servers sampled with. Collective: every rank calls it.
+    Adds the column `support` to the batch, and changes its `logprobs` from the whole vocabulary to the support. engine:
+    the policy, with the weights with which the servers sampled. Collective: every rank calls it.
     """
     options = {"top_k": generation.top_k, "top_p": generation.top_p, "min_p": generation.min_p}
     cut = Cut(**options, width=generation.computed_size)

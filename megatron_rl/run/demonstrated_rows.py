@@ -1,4 +1,4 @@
-"""Demonstrations: rows of answers on which an RL step trains in addition to its trajectories."""
+"""Demonstrations: rows with answers, on which an RL step trains in addition to its trajectories."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ from megatron_rl.types import TrajectoryBatch
 def load_demonstrations(
     config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, context: int, vocab: int | None = None
 ) -> ReplyRows | None:
-    """Return the rows of demonstrations.source, if set. Raises ValueError if one has no answer or is too long."""
+    """Return the rows of demonstrations.source; None if the option is not set.
+
+    context: maximum tokens of a row. Raises ValueError if a row has no answer or is too long.
+    """
     options, key = config.demonstrations, "demonstrations.source"
     if not options.source:
         return None
@@ -33,7 +36,7 @@ def load_demonstrations(
 class Demonstrations:
     """The demonstrations of a run. Collective: every rank calls `add`, with its share of each update.
 
-    The order of the rows depends on the seed alone. A resumed run continues after the rows already taken.
+    The order of the rows depends only on the seed. A resumed run continues after the rows that were already taken.
     """
 
     def __init__(
@@ -47,11 +50,11 @@ class Demonstrations:
             self.order = PromptIterator(self.rows.rows, seed=config.run.seed, key="demonstrations.source")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the rows, for a checkpoint. {} for a run without rows."""
+        """Return the position in the order of the rows, for a checkpoint; {} if the run has no rows."""
         return {} if self.order is None else {"demonstrations": self.order.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the rows that the checkpoint's run took. Raises ValueError if it had other rows."""
+        """Continue after the rows that the checkpoint's run had taken. Raises ValueError if that run had other rows."""
         if self.order is None:
             return
         if "demonstrations" in state:
@@ -60,9 +63,10 @@ class Demonstrations:
             self.order.number = state["step"] * self.options.rows_per_step
 
     def add(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
-        """Return the updates with demonstrations: tokens that a workflow marked, and each update's part of the rows.
+        """Return the updates with demonstrations added.
 
-        Raises ValueError if a workflow marks tokens although demonstrations.weight is 0.
+        Demonstrations are the tokens that a workflow has marked, and rows of demonstrations.source, which are divided
+        among the updates. Raises ValueError if a workflow marks tokens although demonstrations.weight is 0.
         """
         if self.options.weight == 0:
             if DEMONSTRATED in batch:
@@ -82,7 +86,7 @@ class Demonstrations:
         return [scaled(share, self.options.weight, total) for share, total in zip(mixed, totals, strict=True)]
 
     def _own_rows(self, update: int, updates: int) -> TrajectoryBatch | None:
-        """Return the part of an update's rows on which this replica trains."""
+        """Return those rows of an update on which this replica trains; None for a run without rows."""
         if self.rows is None or self.order is None:
             return None
         first = self.order.number

@@ -26,7 +26,7 @@ WEIGHTS = frozenset({"weights"})
 
 
 class DeviceSharing:
-    """Hands the devices from the servers to the trainer and back. Does nothing if the servers have their own.
+    """Hands the devices from the servers to the trainer and back. Does nothing if the servers have their own devices.
 
     Create this after the servers have started. Collective: every rank calls every method. A step calls
     `give_to_trainer`, `prepare_publication` and `give_to_servers` in this order.
@@ -42,9 +42,10 @@ class DeviceSharing:
         nodes: Axis | None = None,
         dropped: dict[str, str] | None = None,
     ) -> None:
-        """supervisor, nodes: None except on each node's first rank. The main rank's `process` commands all servers.
+        """supervisor, nodes: None on all ranks except each node's first.
 
-        dropped: URL -> reason for each server of another node that must be restarted.
+        process: used only on the main rank, where it commands all servers. dropped: URL -> reason for each server of
+        another node that must be restarted.
         """
         self.groups, self.timers, self.supervisor, self.process = groups, timers, supervisor, process
         self.nodes, self.dropped = nodes, {} if dropped is None else dropped
@@ -52,14 +53,17 @@ class DeviceSharing:
         """URL -> process id of each of this node's servers when `_set_memory` last ran."""
         self.are_shared = config.rollout.colocated
         self.held = ALL_MEMORY if self.are_shared else NO_MEMORY
-        """Parts of GPU memory that the servers hold. Empty if the devices are not shared."""
+        """Parts of GPU memory that the servers hold now. Empty if they do not share the trainer's devices."""
         self.engines: SharedDevice | None = None
-        """Moves the trainer's engines on and off the device. None if every engine stays on it."""
+        """Moves the trainer's engines on and off the device. None if all engines always stay on it."""
         if self.are_shared or config.run.offload:
             self.engines = SharedDevice(one_at_a_time=config.run.offload, make_room=self._make_room)
 
     def give_to_servers(self) -> None:
-        """Move the engines to host memory and give the servers, which have the weights, their KV cache."""
+        """Move the engines to host memory, and let the servers allocate their KV cache.
+
+        The servers must already have the weights.
+        """
         if not self.are_shared or self.held == ALL_MEMORY:
             return
         assert self.held == WEIGHTS and self.engines is not None, "a publication comes first"
@@ -70,11 +74,17 @@ class DeviceSharing:
                 self.supervisor.take_devices_back()
 
     def give_to_trainer(self) -> None:
-        """Take the devices from the servers. They also release their weights, because a publication replaces them."""
+        """Make the servers release all their device memory.
+
+        This includes their weights, because the next publication replaces them.
+        """
         self._lend(NO_MEMORY)
 
     def prepare_publication(self, policy: MegatronEngine) -> None:
-        """Give the servers memory for weights, beside the policy's weights. Dead servers are restarted first."""
+        """Restart dead servers, and let all servers allocate memory for weights.
+
+        Of the trainer's data, only the policy's weights stay on the device.
+        """
         if not self.are_shared:
             return
         assert self.engines is not None
@@ -93,19 +103,19 @@ class DeviceSharing:
 
     @property
     def servers_lack_weights(self) -> bool:
-        """True if a publication must come before `give_to_servers`."""
+        """True if the servers have released their weights, so that a publication must precede `give_to_servers`."""
         return self.are_shared and self.held == NO_MEMORY
 
     def _make_room(self, with_states: bool) -> None:
-        """Free servers' memory if an engine needs the device, for example to save, while servers may generate.
+        """Make the servers release memory for an engine that needs the device now, for example to save a checkpoint.
 
-        with_states: the optimizer's states need room as well. The servers then release their weights too, and another
-        publication must follow.
+        with_states: make room for the optimizer's states as well. The servers then release their weights too, and
+        another publication must follow.
         """
         self._lend(NO_MEMORY if with_states else WEIGHTS)
 
     def _lend(self, parts: frozenset[str]) -> None:
-        """Make the servers release all memory but these parts, if they hold more."""
+        """Make the servers release all memory except `parts`. Does nothing if they hold no more than these."""
         if not self.held > parts:
             return
         with self.timers("device_sharing"):
@@ -114,7 +124,10 @@ class DeviceSharing:
             self._set_memory(parts)
 
     def _set_memory(self, parts: frozenset[str]) -> list[str]:
-        """Make the servers hold exactly these parts. Return the URLs of failed ones on ranks that started servers."""
+        """Make the servers hold exactly `parts`.
+
+        Return the URLs of servers that failed, on ranks that started servers.
+        """
         dist.barrier(self.groups.control)  # until every engine is out
         dead: list[str] = []
         if self.supervisor is not None and self.nodes is not None:

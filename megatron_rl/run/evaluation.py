@@ -26,10 +26,10 @@ RIGHT = 1.0
 
 
 class Evaluations:
-    """The evaluations of one run, begun and logged in step order. Ranks other than 0 never begin one.
+    """The evaluations of one run, begun and logged in step order. Only rank 0 begins evaluations.
 
-    Evaluations are due before the first step, after the last, and in between as configured. An asynchronous run does
-    not wait for evaluations in between, so their replies may come from several policy versions.
+    An evaluation takes place before the first step, after the last, and in between as configured. An asynchronous run
+    does not wait for those in between, so their replies may come from several policy versions.
     """
 
     def __init__(
@@ -73,9 +73,10 @@ class Evaluations:
         return [replies for _, replies in self._under_way]
 
     def log_finished(self, *, is_ending: bool = False) -> None:
-        """Log the finished evaluations in order. Raises RuntimeError if one failed.
+        """Log the finished evaluations, in step order. Raises RuntimeError if one has failed.
 
-        is_ending: the run is about to end and cuts evaluations off. A failed one then stays for the resumed run.
+        is_ending: the run is about to end, so evaluations may have been cut off. A failed one is then no error, and the
+        resumed run repeats it.
         """
         while self._under_way and self._under_way[0][1].done():
             step, replies = self._under_way[0]  # only the oldest, so that the log is in step order
@@ -98,7 +99,7 @@ class Evaluations:
 
 @dataclass(kw_only=True)
 class SetScores:
-    """Scores of a policy's replies to one set, without the prompts that failed."""
+    """Scores of a policy's replies to one set of prompts. Prompts that failed are left out."""
 
     metrics: dict[str, float]
     places: list[int]
@@ -113,9 +114,10 @@ class SetScores:
 def score_sets(
     tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, prompts: dict[str, list[dict[str, Any]]]
 ) -> dict[str, SetScores]:
-    """Return the scores of each set that has a reply. The batch's column `prompt` is an index into all sets joined.
+    """Return the scores of each set that has replies.
 
-    Trajectories with the same `sample`, such as those of a debate's agents, count as one reply.
+    The batch's column `prompt` is an index into all sets, concatenated in their order. Trajectories of a prompt with
+    the same `sample`, such as those of a debate's agents, count as one reply.
     """
     batch = take_out_greedy(batch)  # ReMax's baselines do not count as replies
     rows: dict[int, list[int]] = {}
@@ -150,7 +152,10 @@ def score_sets(
 
 
 def pass_at_k(replies: int, right: int, k: int) -> float:
-    """Estimate P(at least one of k replies is right) if `right` of `replies` were, by arXiv 2107.03374, eq. 1."""
+    """Estimate the probability that at least one of k replies is right, if `right` of `replies` replies were.
+
+    Source: arXiv 2107.03374, eq. 1.
+    """
     if not 1 <= k <= replies:
         raise ValueError(f"pass@{k}: needs 1 <= k <= {replies} replies; sample more, or ask for a smaller k.")
     return 1.0 - math.comb(replies - right, k) / math.comb(replies, k)
@@ -183,10 +188,10 @@ def final_answer(text: str) -> str:
 def as_samples(
     samples: Sequence[int], rewards: Sequence[float], answers: Sequence[str]
 ) -> tuple[list[float], list[str]]:
-    """Return the reward and the answer of each sample, in order of sample number, from its trajectories.
+    """Combine trajectories into samples. Return each sample's reward and answer, in order of sample number.
 
-    samples: sample number of each trajectory. A sample's reward is the mean of its trajectories' rewards, and its
-    answer is their most frequent one, the first if tied.
+    samples: sample number of each trajectory. A sample's reward is the mean of its trajectories' rewards. Its answer is
+    their most frequent one, or the first of those if several tie.
     """
     rows: dict[int, list[int]] = {}
     for row, sample in enumerate(samples):
@@ -199,10 +204,11 @@ def as_samples(
 
 
 def summarize(rewards: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]) -> dict[str, float]:
-    """Return the metrics of a data set. rewards, answers: those of each prompt's replies, `[P][n]`; n may vary.
+    """Return the metrics of a set of P prompts.
 
-    Metrics are `accuracy`, or `reward/mean` if rewards other than 0 and 1 occur. If every prompt has at least n >= 2
-    replies, they include pass@k for k = 2, 4, 8, ... and n, and maj@n.
+    rewards, answers: one list per prompt, with an entry for each of its replies. The metrics are `accuracy`, or
+    `reward/mean` if rewards other than 0 and 1 occur. If every prompt has at least n >= 2 replies, they also include
+    pass@k for k = 2, 4, 8, ... and n, and maj@n.
     """
     flat = [reward for row in rewards for reward in row]
     name = "accuracy" if set(flat) <= {0.0, 1.0} else "reward/mean"
@@ -234,7 +240,10 @@ def draw(batch: TrajectoryBatch, count: int, *, seed: int = 0) -> list[int]:
 def decode_samples(
     tokenizer: PreTrainedTokenizerBase, batch: TrajectoryBatch, *, prompts: list[dict[str, Any]] | None = None
 ) -> list[Sample]:
-    """Decode all trajectories of a batch. prompts: the rows, with answers, that `prompt_index` refers to."""
+    """Decode all trajectories of a batch.
+
+    prompts: the rows to which `prompt_index` refers, for the samples' answers.
+    """
     answers = [""] * len(batch)
     if prompts is not None and "prompt_index" in batch:
         answers = [prompts[int(place)].get("answer", "") for place in batch["prompt_index"]]

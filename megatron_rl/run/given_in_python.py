@@ -36,9 +36,9 @@ if hasattr(_own, "__code__") or isinstance(_own, type):
 
 
 def find_given(run_folder: str | Path) -> None:
-    """Add the run's folder of pickled functions to sys.path, for this process and those it starts.
+    """Add the folder of the run's pickled functions to sys.path, for this process and those it starts.
 
-    Only the program that passed the functions calls this: other commands do not trust the code in a run's folder.
+    Only the program that passed the functions calls this. Other commands do not trust the code in a run's folder.
     """
     folder = Path(run_folder).absolute() / GIVEN
     if folder.is_dir() and str(folder) not in sys.path:
@@ -61,16 +61,19 @@ class Given:
         self._files: dict[Path, bytes] = {}
 
     def rows(self, rows: Iterable[Any], *, key: str) -> str:
-        """Return the path of the file for these rows. Raises ValueError for no rows, or one that JSON cannot hold."""
+        """Return the path of the file in which `write` will store these rows.
+
+        key: the rows' config key, for errors. Raises ValueError if there are no rows, or if JSON cannot represent one.
+        """
         lines = [line_of(row, f"{key}, row {number}") for number, row in enumerate(rows, start=1)]
         if not lines:
             raise ValueError(f"{key}: holds no rows; give at least one.")
         return str(self._add("rows", "\n".join(lines).encode() + b"\n", ".jsonl"))
 
     def without_functions(self, value: Any, key: str = "") -> Any:
-        """Return sections of a config, or a part of them, with each function, class or other callable as import path.
+        """Return `value`, sections of a config or a part of them, with every callable replaced by its import path.
 
-        key: the value's dotted key. Raises ValueError for a callable that cannot be pickled.
+        key: dotted key of `value`. Raises ValueError for a callable that cannot be pickled.
         """
         if isinstance(value, Mapping):
             return {name: self.without_functions(part, f"{key}.{name}".lstrip(".")) for name, part in value.items()}
@@ -96,7 +99,10 @@ class Given:
         return path
 
     def _path_of(self, value: Any, key: str) -> str:
-        """Return the import path of a module's function or class, or ''. Adds the function's module to `modules`."""
+        """Return the import path of a function or class of a module; '' if the value has none.
+
+        The module is added to `modules` if the run must import it.
+        """
         origin = value.func if isinstance(value, functools.partial) else value
         home = str(getattr(origin, "__module__", MAIN))
         if home == MAIN or not (inspect.isroutine(origin) or inspect.isclass(origin)):
@@ -113,7 +119,7 @@ class Given:
             self.modules.append(module)
 
     def _by_value(self, value: Any, key: str) -> str:
-        """Return the import path of a copy that is pickled by value, in a module of its own."""
+        """Pickle a callable by value into a generated module of its own. Return the import path of that copy."""
         try:
             pickled = cloudpickle.dumps(value)
         except Exception as error:  # user objects may raise anything
@@ -128,14 +134,17 @@ class Given:
 
 
 def name_of(value: Any) -> str:
-    """Return the name of a callable or else of its class; 'function' if that name is no public identifier."""
+    """Return the name of a callable, or of its class if it has none; 'function' if that is no public identifier."""
     origin = value.func if isinstance(value, functools.partial) else value
     own = getattr(origin, "__name__", type(origin).__name__)
     return own if own.isidentifier() and not own.startswith("_") else "function"
 
 
 def line_of(row: Any, where: str) -> str:
-    """Return a row as a line of JSON. Raises ValueError, which names what JSON cannot hold."""
+    """Return a row as a line of JSON. where: the row's place, for errors.
+
+    Raises ValueError if JSON cannot represent the row.
+    """
     if not isinstance(row, Mapping):
         raise ValueError(f"{where}: is a {type(row).__name__}; must be a mapping with a prompt or messages.")
     try:

@@ -1,4 +1,4 @@
-"""Preference training on pairs of replies: of a policy or a reward model, on the same engine as RL."""
+"""Preference training of a policy or a reward model on pairs of replies, with the same engine as RL."""
 
 from __future__ import annotations
 
@@ -41,15 +41,19 @@ class PairTraining(RowTraining):
         self.entry = loss.entry
 
     def ref_logprobs(self, pairs: TrajectoryBatch) -> Tensor:
-        """Return the log-probability of every reply token under the current weights, `[N]` float32; 0 for prompts.
+        """Return the log-probability of every reply token under the current weights, `[N]` float32; 0 in prompts.
 
-        A loss with a reference needs the initial model's result as the pairs' column `ref_logprobs`.
+        A loss with a reference model takes this result, computed with the initial weights, as the column
+        `ref_logprobs`.
         """
         self.engine.eval()
         return exchange.by_token(pairs, self.groups, self.engine.forward, share_prompts=self.share_prompts)
 
     def metrics(self, stats: StepStats) -> dict[str, float]:
-        """Return means over pairs. `accuracy` is the share of pairs in which the model prefers the chosen reply."""
+        """Return the update's metrics as means over pairs.
+
+        `accuracy` is the share of pairs in which the model prefers the chosen reply.
+        """
         return {"loss": stats.loss} | preference_metrics(stats.sums, max(stats.weight, 1.0))
 
     def _share(self, batch: TrajectoryBatch) -> TrajectoryBatch:
@@ -59,33 +63,40 @@ class PairTraining(RowTraining):
 
 
 class Reference:
-    """Log-probabilities under the run's initial model, by pair number, for all pairs that remain to be trained.
+    """The reply tokens' log-probabilities under the run's initial model, for all pairs that remain to be trained.
 
-    The engine computes them before its first update, so no second model is needed. Every rank holds 4 bytes for each
-    reply token of these pairs.
+    The engine computes them before its first update, so that no second model is needed. Every rank holds 4 bytes for
+    each reply token of these pairs.
     """
 
     def __init__(self) -> None:
         self._of: dict[int, Tensor] = {}
 
     def keep(self, numbers: list[int], pairs: TrajectoryBatch, logprobs: Tensor) -> None:
-        """Keep the log-probabilities of pairs. numbers: their indices. logprobs: `[N]`, one per token of `pairs`."""
+        """Store the log-probabilities of some pairs.
+
+        numbers: the pairs' indices. logprobs: `[N]`, one per token of `pairs`.
+        """
         # Each pair is two sequences, so every second bound separates pairs.
         ends = torch.cat([torch.zeros(1, dtype=torch.int64), pairs["loss_mask"].cumsum(0)])[pairs.cu_seqlens[::2]]
         parts = logprobs[pairs["loss_mask"]].split(ends.diff().tolist())
         self._of |= zip(numbers, parts, strict=True)
 
     def add_to(self, pairs: TrajectoryBatch, numbers: list[int]) -> None:
-        """Set the `ref_logprobs` of a batch of pairs. numbers: the pairs' indices."""
+        """Set the column `ref_logprobs` of a batch from what `keep` has stored.
+
+        numbers: indices of the batch's pairs.
+        """
         known = torch.zeros(len(pairs["loss_mask"]))
         known[pairs["loss_mask"]] = torch.cat([self._of[number] for number in numbers])
         pairs.tokens["ref_logprobs"] = known
 
 
 def asked_together(numbers_of: Callable[[int], list[int]], steps: int, first_step: int) -> Iterator[list[int]]:
-    """Yield the pairs for the steps from `first_step` on, grouped by the step of the run in which they first occur.
+    """Yield lists of the pairs that the steps from `first_step` on need. A list has the pairs first used in one step.
 
-    numbers_of: returns a step's pairs. A resumed run gets the same groups, and so computes bit-identical values.
+    numbers_of: returns the indices of a step's pairs. The lists do not depend on `first_step`, except that unneeded
+    ones are left out. So a resumed run computes bit-identical values.
     """
     # Group by all steps, including finished ones, because the composition of a batch affects rounding.
     needed = {number for step in range(first_step, steps) for number in numbers_of(step)}

@@ -1,4 +1,4 @@
-"""The models of an RL run: the policy, and if the config asks for them reference, critic, reward model and teachers."""
+"""The models of an RL run: the policy, and as configured reference, critic, reward model and teachers."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def build_models(
 
 
 def groups_of(layout: ParallelConfig, config: TrainConfig, policys: ParallelGroups) -> ParallelGroups:
-    """Return the process groups of another model: the policy's if the layouts are equal, otherwise new ones."""
+    """Return the process groups of a model with this layout: the policy's if it has the same, otherwise new ones."""
     if layout == config.parallel:
         return policys
     return parallel.start(layout, seed=config.run.seed, timeout_s=config.collective_timeout_s, control=policys.control)

@@ -1,4 +1,4 @@
-"""Builds the parts of an RL run from its config, and has the methods that the loop in `megatron_rl.train` calls.
+"""Builds the parts of an RL run from its config. RLRun has the methods that the loop in `megatron_rl.train` calls.
 
 Start-up order: checks (no process, no GPU), process group, servers, engines. All ranks must call every method.
 """
@@ -152,9 +152,9 @@ class RLRun(Run):
         self.processes.stop()
 
     def _on_death(self, message: str) -> None:
-        """End the run because its servers or rollout process have died. After a stop signal, save first.
+        """End the run because its servers or its rollout process have died. After a stop signal, save first.
 
-        With `ends_process` False, fail only the current step.
+        If `ends_process` is False, only the current step fails.
         """
         if self.stop_signal.came(within_s=DIES_BEFORE_STOP_SIGNAL_S):
             self._leave_on_stop_signal()
@@ -218,7 +218,7 @@ class RLRun(Run):
             critic.engine.load(self.warm_start.folder)  # through files, because the layouts may differ
 
     def _continue_algorithm(self, state: dict[str, Any]) -> None:
-        """Restore the state that a step depends on in addition to the trained engines."""
+        """Restore the algorithm's state from a checkpoint: all that a step depends on in addition to the engines."""
         self.actor.load_state_dict(state["algorithm"])
         self.demonstrations.load_state_dict(state)
         if isinstance(self.reference, MegatronEngine) and self.config.warm_start.updates > 0:
@@ -241,7 +241,7 @@ class RLRun(Run):
         return state | self.demonstrations.state_dict() | self.resume_state.state_dict()
 
     def _leave_hung_rollout(self, message: str) -> None:
-        """Abandon the current rollout, which has lasted too long while nothing else is wrong.
+        """Abandon the current rollout, because it has lasted too long although nothing else is wrong.
 
         Callable from any thread.
         """
@@ -250,11 +250,11 @@ class RLRun(Run):
         self.processes.leave_step(message)
 
     def next_batch(self, step: int) -> StepBatch | None:
-        """Return the step's trajectories, or None if a stop signal ends the run early.
+        """Return the step's trajectories; None if a stop signal ends the run early.
 
-        Every rank has the per-sequence columns of all trajectories, but only the tokens that its replica trains on. If
-        a stop signal or the time limit cuts a rollout short, the whole step is abandoned. The checkpoint then has the
-        state at the step's start.
+        Every rank has the per-trajectory columns of all trajectories, but only the tokens on which its replica trains.
+        If a stop signal or the time limit cuts a rollout short, the whole step is abandoned. The checkpoint then has
+        the state at the step's start.
         """
         own: TrajectoryBatch | None = None
         is_left = False  # on this rank; other ranks may have their replies
@@ -298,7 +298,7 @@ class RLRun(Run):
         return batch
 
     def add_reward_model_scores(self, batch: StepBatch) -> StepBatch:
-        """Add the reward model's scores, if there is one, to the rewards. Return the trajectories to train on."""
+        """Add the reward model's scores, if there is one, to the rewards. Return the trajectories on which to train."""
         check_greedy(self.config, batch)  # before the greedy replies are removed below
         if self.reward_model is not None:
             with self.timers("score"):
@@ -309,9 +309,9 @@ class RLRun(Run):
         return trained
 
     def compute_advantages(self, batch: StepBatch) -> None:
-        """Set the batch's columns `advantages` and, with a critic, `values` and `returns`.
+        """Set the batch's column `advantages` and, if there is a critic, `values` and `returns`.
 
-        Also sets the column of supports if the trainer computes them.
+        If the trainer computes supports, their column is set as well.
         """
         if self.critic is not None:
             with self.timers("values"):
@@ -334,18 +334,18 @@ class RLRun(Run):
         self.actor.compute_advantages(batch)
 
     def split_into_updates(self, batch: StepBatch, step: int) -> list[TrajectoryBatch]:
-        """Return this data-parallel rank's share of each policy update. Empty while the critic warms up."""
+        """Return this data-parallel rank's share of each policy update. The list is empty while the critic warms up."""
         return [] if step < self.config.critic.warmup_steps else batch.shares()
 
     def add_demonstrations(self, batch: StepBatch, updates: list[TrajectoryBatch]) -> list[TrajectoryBatch]:
         """Add the demonstrations to the updates, as the config section `demonstrations` says.
 
-        Call this last before the updates: earlier forward passes must not include demonstrations.
+        Call this just before the updates, because earlier forward passes must not include demonstrations.
         """
         return self.demonstrations.add(batch, updates)
 
     def teacher_targets(self, updates: list[TrajectoryBatch]) -> list[TeacherTargets] | None:
-        """Return the teachers' targets for each update's tokens. None unless teacher.kl_in is `loss`.
+        """Return the teachers' targets for the tokens of each update; None unless teacher.kl_in is `loss`.
 
         Call this before the first update.
         """
@@ -355,9 +355,9 @@ class RLRun(Run):
             return [self.teachers.targets(share) for share in updates]
 
     def update_critic(self, batch: StepBatch, step: int) -> list[StepStats]:
-        """Train the critic, if any, and return the statistics of each update.
+        """Train the critic, if there is one. Return the statistics of each of its updates.
 
-        The batch is split into updates as for the policy, but in the critic's parallel layout.
+        The batch is split into updates as it is for the policy, but in the critic's parallel layout.
         """
         if self.critic is None:
             return []

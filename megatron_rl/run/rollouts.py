@@ -51,7 +51,7 @@ from megatron_rl.weights.route_form import route_form
 logger = logging.getLogger(__name__)
 
 SERVER_LOOK_S = 0.2
-"""While a rank waits for replies, it checks at this interval, in seconds, whether servers need weights."""
+"""Interval in seconds at which a rank that waits for replies checks whether servers need weights."""
 PHASES_OF_ROLLOUTS = ("rollout", "evaluate", "publish")
 """Phases in which the trainer waits for its rollout process."""
 PUBLICATION_ATTEMPTS = 3
@@ -87,7 +87,8 @@ class RolloutProcesses:
         self.supervisor: Supervisor | None = None
         self.process: RolloutProcess | None = None
         self.nodes: Axis | None = None
-        """Process group of all nodes' first ranks. None on other ranks, or if servers do not share the devices."""
+        """Process group of the first ranks of all nodes. None on other ranks, or if the servers have devices of their
+        own."""
         self.urls: list[list[str]] = []
         """URLs of all servers, grouped by the node that the run started them on."""
         self.dropped: dict[str, str] = {}
@@ -143,9 +144,9 @@ class RolloutProcesses:
         )
 
     def _start_on_nodes(self) -> list[list[str]]:
-        """Start this node's share of the servers, on the node's first rank.
+        """Start this node's share of the servers, if this rank is the first of its node.
 
-        Returns the URLs of all servers, grouped by node, on first ranks; [] on others.
+        Returns the URLs of all servers, grouped by node, on the nodes' first ranks; [] on other ranks.
         """
         config, options = self.config, servers_of(self.config)
         self.nodes = nodes = parallel.first_ranks_of_nodes(self.groups, timeout_s=config.collective_timeout_s)
@@ -211,7 +212,7 @@ class RolloutProcesses:
         return self.process
 
     def leave_step(self, why: str) -> None:
-        """Make the current step's rollout fail. Callable from any thread."""
+        """Make the current step's rollout fail with the message `why`. Callable from any thread."""
         if self.process is not None:
             self.process.fail(why)
 
@@ -242,7 +243,7 @@ class Rollouts:
         *,
         is_ending: Callable[[], bool],
     ) -> None:
-        """is_ending(): True once the run is about to end; servers and replies may then fail."""
+        """is_ending: returns True once the run is about to end. Failures of servers and replies are then expected."""
         self.config, self.groups, self.devices = config, groups, devices
         self.engine, self.is_ending = engine, is_ending
         self.processes, self.supervisor, self.process = processes, processes.supervisor, processes.process
@@ -324,23 +325,29 @@ class Rollouts:
         self.devices.give_to_servers()
 
     def counts(self) -> list[Counts]:
-        """Return the counts of each rollout process since the last call, on the main rank. Empty on others."""
+        """Return, on the main rank, each rollout process's counts since the last call.
+
+        Other ranks get an empty list.
+        """
         own = self.process.counts() if self.process is not None else None
         of_ranks: list[Counts | None] | None = [None] * self.groups.world_size if self.groups.is_main else None
         dist.gather_object(own, of_ranks, dst=0, group=self.groups.control)
         return [counts for counts in of_ranks or [] if counts is not None]
 
     def evaluate(self, generation: GenerationConfig) -> list[Future[TrajectoryBatch]]:
-        """Begin to answer the held-out prompts. Return one future on the main rank, none on others."""
+        """Begin to answer the held-out prompts.
+
+        Return a list with one future on the main rank, an empty one on others.
+        """
         self.give_to_servers()
         if self.process is None or not self.groups.is_main:
             return []
         return [self.process.rpc.start(RolloutRank.evaluate, generation)]
 
     def wait_for(self, pending: list[Future[TrajectoryBatch]]) -> None:
-        """Wait until all of `pending` are done; the list may be empty on some ranks.
+        """Wait until all futures in `pending` are done. The list may be empty on some ranks.
 
-        If every server is lost meanwhile, all ranks publish the weights again, to restarted servers, and the requests
+        If all servers are lost meanwhile, all ranks publish the weights to the restarted servers, and the requests
         continue.
         """
         stalled = torch.ones(1)
@@ -354,9 +361,9 @@ class Rollouts:
                 self.devices.give_to_servers()
 
     def mean_reward(self, generation: GenerationConfig) -> float:
-        """Publish the weights and return the mean reward of sampled replies to the held-out prompts.
+        """Publish the weights, and return the mean reward of sampled replies to the held-out prompts.
 
-        The result is the same on every rank; 0 if the run is ending and the replies were cut short.
+        All ranks return the same number. It is 0 if the run is ending and the replies were cut short.
         """
         self.publish()
         sampled = self.evaluate(generation)
@@ -370,9 +377,10 @@ class Rollouts:
 
 
 def devices_by_server(options: RolloutConfig) -> list[list[str]] | None:
-    """Return the GPUs that each started server sees, its own first. None if the config does not determine them.
+    """Return the GPUs that each server to start can see, its own first. None if the config does not determine them.
 
-    Servers that share the trainer's GPUs see all of them, because an ipc publication comes from the first rank's GPU.
+    A server that shares the trainer's GPUs sees all of them, because an ipc publication comes from the first rank's
+    GPU.
     """
     each, gpus = options.gpus_per_server, options.devices
     if options.colocated and not gpus and len(visible := gpus_of_host()) >= options.server_gpus:

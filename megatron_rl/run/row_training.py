@@ -1,4 +1,4 @@
-"""Training on rows of data, without rollouts: checks, updates and runs. Warm starts use RowTraining, too."""
+"""Training on rows of data, without rollouts: checks, updates and runs. Warm starts use RowTraining as well."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ class RowData:
     """One batch per held-out set, with all of its rows."""
     rows_per_step: int
     first_step: int = 0
-    """The first step of this process."""
+    """Number of the first step that this process takes."""
     rows_before: int = 0
     """Number of rows taken before `first_step`."""
 
     def resume(self, state: dict[str, Any]) -> None:
-        """Continue after the rows that a checkpoint's run took. state: the checkpoint's."""
+        """Continue after the rows that a checkpoint's run had taken. state: the run's state from the checkpoint."""
         self.order.load_state_dict(state["prompts"])
         self.first_step = state["step"]
         if self.order.number == 0:  # earlier versions did not count the rows
@@ -55,15 +55,15 @@ class RowData:
     def numbers(self, step: int) -> list[int]:
         """Return the indices of the rows of data.train that a step takes.
 
-        Rows are counted from `rows_before` on, also backwards, because earlier processes may have taken other numbers
-        of rows per step.
+        Positions are counted from `rows_before`, forwards and, for steps before `first_step`, backwards. Earlier
+        processes may have taken another number of rows per step.
         """
         end = self.end_of(step)
         places = range(max(0, end - self.rows_per_step), max(0, end))
         return [self.order.at(place)["prompt_index"] for place in places]
 
     def end_of(self, step: int) -> int:
-        """Return the number of rows taken once this step has ended."""
+        """Return the number of rows that the run has taken at the end of this step."""
         return self.rows_before + (step + 1 - self.first_step) * self.rows_per_step
 
 
@@ -95,7 +95,10 @@ def check_rows(config: TrainConfig, *, head: str) -> RowData:
 
 
 class RowTraining:
-    """Trains an engine with a loss on rows. Collective: every rank calls every method, with the same whole batches."""
+    """Trains an engine with a loss on rows.
+
+    Collective: every rank calls every method with the same whole batch, of which it takes its share.
+    """
 
     weight = "tokens"
     """Unit over which the loss is averaged."""
@@ -109,7 +112,10 @@ class RowTraining:
         *,
         share_prompts: bool = False,
     ) -> None:
-        """weigh: counts what the loss is averaged over, by default tokens. share_prompts: compute each prompt once."""
+        """weigh: counts the units over which the loss is averaged; None counts trained tokens.
+
+        share_prompts: compute a prompt that several rows share only once.
+        """
         self.engine, self.groups, self.share_prompts = engine, groups, share_prompts
         self.loss, self.weigh = loss, weigh
 
@@ -137,12 +143,15 @@ def answer_training(engine: TrainEngine, groups: parallel.ParallelGroups) -> Row
 
 
 class RowRun(Run):
-    """A run that trains one model on rows. A subclass's `_start` calls `_start_on`."""
+    """A run that trains one model on rows. The method `_start` of a subclass calls `_start_on`."""
 
     def _start_on(
         self, data: RowData, *, head: str, training: Callable[[TrainEngine, parallel.ParallelGroups], RowTraining]
     ) -> None:
-        """Start all parts. head: the model's. training: returns the RowTraining of an engine, with the run's loss."""
+        """Start all parts of the run.
+
+        head: kind of the model's output head. training: makes the RowTraining, with the run's loss, for an engine.
+        """
         self.data = data
         self._join()
         self._open()
@@ -188,7 +197,7 @@ class RowRun(Run):
         self.check_updates("model", [stats], trained_on=rows)
 
     def _batch(self, numbers: list[int]) -> TrajectoryBatch:
-        """Return the training rows with these indices, as the loss needs them."""
+        """Return the training rows with these indices, with all columns that the loss needs."""
         return self.data.rows.batch(numbers)
 
     def evaluate(self, *, step: int) -> None:

@@ -1,4 +1,4 @@
-"""A run on one rank from start to end, whatever it trains: process group, folder, log, checkpoints, early ends.
+"""One rank's part of a run of any kind: process group, folder, log, checkpoints and early ends.
 
 After a stop signal (life/stop_signal.py), a run with checkpoints writes one between two steps and ends. Ctrl-C and a
 hang (life/hang_watch.py) end any run. Leaving the `with` block stops everything that was started.
@@ -63,7 +63,7 @@ class Run(ABC):
         self.is_stopped = False
         """True if a stop signal ended the run before its last step."""
         self.is_interrupted = False
-        """True if Ctrl-C on a rank stopped the run. Leaving the `with` block then raises KeyboardInterrupt."""
+        """True if Ctrl-C on any rank stopped the run. Leaving the `with` block then raises KeyboardInterrupt."""
         self._skipped_in_a_row: Counter[str] = Counter()
 
     # -- what a subclass provides
@@ -75,11 +75,14 @@ class Run(ABC):
     @property
     @abstractmethod
     def trained(self) -> dict[str, MegatronEngine]:
-        """The engines that a checkpoint holds, by their name in it. The first is the run's main model."""
+        """The engines that a checkpoint holds, by the name that each has there. The first is the run's main model."""
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """Return the JSON state that a checkpoint holds besides the engines. Called just before writing it."""
+        """Return the state that a checkpoint holds in addition to the engines, as JSON data.
+
+        It is called just before the checkpoint is written.
+        """
 
     def _looks(self) -> list[Look]:
         """Return the checks for silent ranks. Subclasses add checks for their other processes."""
@@ -205,7 +208,7 @@ class Run(ABC):
     def checkpoint(self, *, step: int) -> bool:
         """Begin to write a checkpoint of the state after `step` steps, if one is due.
 
-        Return True if any rank received a stop signal: the checkpoint is then complete, and the run must stop here.
+        Return True if any rank received a stop signal. The checkpoint is then complete, and the run must stop here.
         """
         options = self.config.run
         # A collective, so whether it runs may depend only on the config and the step.
@@ -228,7 +231,10 @@ class Run(ABC):
         return self.groups.any(self.stop_signal.came())
 
     def stop_after(self, step: int, why: str = "") -> None:
-        """Write a checkpoint of this state if it is new, and say how to resume. After Ctrl-C, also write the report."""
+        """Write a checkpoint of the state after `step` steps unless it exists, and print how to resume.
+
+        why: reason of the stop, for the message. After Ctrl-C, the report is written as well.
+        """
         self.is_stopped, saves = True, self.config.run.checkpoint_every_steps > 0
         if saves:
             self.checkpoints.finish(wait=True)
@@ -244,7 +250,7 @@ class Run(ABC):
 
     @contextlib.contextmanager
     def _warning_of_checkpoints(self) -> Iterator[None]:
-        """Print checkpoint errors as warnings: training is worth more than the newest checkpoint."""
+        """Turn checkpoint errors in the block into warnings: training is worth more than the newest checkpoint."""
         try:
             yield
         except CheckpointError as error:
@@ -258,7 +264,10 @@ class Run(ABC):
     # -- results
 
     def save(self, *, step: int) -> None:
-        """Write HF weights if they are due. Raises CheckpointError if those of the last step cannot be written."""
+        """Write the model as a Hugging Face folder, if one is due.
+
+        Raises CheckpointError if the folder of the last step cannot be written.
+        """
         options = self.config.run
         is_last = step == options.steps
         if (is_last and options.save_at_end) or (options.save_every_steps and step % options.save_every_steps == 0):
@@ -268,7 +277,7 @@ class Run(ABC):
                     engine.save(self.folder / (f"{name}-{role}" if number else name))
 
     def finish(self) -> None:
-        """Wait for the last checkpoint and write the report."""
+        """Wait until the last checkpoint is complete, and write the report."""
         with self._warning_of_checkpoints(), self.timers("checkpoint"):
             self.checkpoints.finish(wait=True)
         self._report()

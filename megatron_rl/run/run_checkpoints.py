@@ -36,7 +36,8 @@ from megatron_rl.weights.hf_files import recover_folder, replace_folder
 
 FOLDER, RUN_STATE = "checkpoints", "run.json"
 AUTO = "auto"
-"""Value of `resume` for the newest good checkpoint in the run's own folder, or a fresh start if there is none."""
+"""Value of `resume` that selects the newest good checkpoint in the run's own folder, or a fresh start if there is
+none."""
 IS_PLACE = "must have number and count, whole numbers of at least 0"
 
 
@@ -51,23 +52,26 @@ class RunCheckpoints:
         groups: ParallelGroups,
         is_needed: Callable[[int, int], bool] = lambda step, next_step: False,
     ) -> None:
-        """is_needed: called with the steps of two consecutive checkpoints; True keeps the first, however old it is."""
+        """is_needed: gets the steps of two consecutive checkpoints. True keeps the first, however old it is."""
         self.folder, self.keep, self.groups, self.is_needed = Path(run_folder) / FOLDER, keep, groups, is_needed
         self.engines: dict[str, MegatronEngine] = {}
         self.aside: Path | None = None
         self.step = 0
-        """Step of the checkpoint in progress, if any. `aside` is its temporary folder."""
+        """Step of the checkpoint that is being written, if `aside`, its temporary folder, is set."""
         self.newest = 0
         """Step of the newest checkpoint that this process has written or resumed."""
         self.passed_over: list[str] = []
-        """Damaged checkpoints that `choose` skipped, each with its fault."""
+        """Descriptions of the damaged checkpoints that `choose` skipped: name and fault."""
 
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def start(
         self, step: int, engines: dict[str, MegatronEngine], state: dict[str, Any], *, in_background: bool = True
     ) -> None:
-        """Begin to write the engines and `state` (JSON) as they are now. Raises CheckpointError if that fails."""
+        """Begin to write a checkpoint of the engines and of `state` (JSON data) as they are now.
+
+        Waits first for the checkpoint in progress, if any. Raises CheckpointError if writing fails.
+        """
         self.finish(wait=True)
         # A unique name: a writer of a run killed in this step may still be active.
         unique = [f".step-{step}.{uuid.uuid4().hex[:8]}.partial"]
@@ -91,9 +95,10 @@ class RunCheckpoints:
         self.aside, self.step = aside, step
 
     def finish(self, *, wait: bool) -> None:
-        """Publish the checkpoint in progress, if any, once its writers are done. wait: wait for them.
+        """Publish the checkpoint in progress, if there is one and its writers are done.
 
-        Raises CheckpointError on all ranks if it could not be written. All earlier checkpoints then still exist.
+        wait: wait until the writers are done. Raises CheckpointError on all ranks if the checkpoint could not be
+        written. All earlier checkpoints then still exist.
         """
         if self.aside is None:
             return
@@ -126,7 +131,10 @@ class RunCheckpoints:
                 engine.drop_saves()
 
     def _abandon(self) -> None:
-        """Give up a checkpoint that one engine failed to write. Wait for the other engines' writers."""
+        """Give up the checkpoint in progress, because an engine could not write it.
+
+        Wait for the other engines' writers.
+        """
         self.aside = None
         for engine in self.engines.values():
             with contextlib.suppress(CheckpointError):
@@ -141,17 +149,18 @@ class RunCheckpoints:
 
     @property
     def oldest(self) -> int:
-        """Step of the oldest of the newest `keep` checkpoints, on the main rank. 0 if there is none."""
+        """Step of the oldest among the newest `keep` checkpoints; 0 if there are none. Only valid on the main rank."""
         return min(sorted(self._steps())[-self.keep :], default=0)
 
     # -- finding ------------------------------------------------------------------------------------------------------
 
     def choose(self, resume: str) -> Path | None:
-        """Return the checkpoint to resume, with all files verified against their checksums. None for a fresh start.
+        """Return the checkpoint to resume, after verifying the checksums of all its files; None for a fresh start.
 
-        resume: `auto`, a checkpoint's folder, or empty for a fresh start. Checkpoints of later steps than the chosen
-        one are renamed, and so are damaged ones that `auto` skips. Raises ValueError if the folder is no checkpoint, or
-        for a fresh start in the folder of a run that could be resumed, and RuntimeError if checkpoints are damaged.
+        resume: `auto`, a checkpoint's folder, or empty for a fresh start. Later checkpoints than a named one are
+        renamed, and so are damaged ones that `auto` skips. Raises ValueError if the folder is no checkpoint, or if a
+        fresh start is asked for in the folder of a run that could be resumed. Raises RuntimeError if the named
+        checkpoint, or every one, is damaged.
         """
         names: list[Any] = [None]
         if self.groups.is_main:
@@ -218,7 +227,7 @@ class RunCheckpoints:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Return the `state` that `start` received for a checkpoint, plus `step`. Raises RuntimeError if it is invalid."""
+    """Return the `state` with which a checkpoint was written, and `step`. Raises RuntimeError if it is invalid."""
     where = f"checkpoint {str(path)!r}: its {RUN_STATE}"
     try:
         state = json.loads((path / RUN_STATE).read_text(encoding="utf-8"))
@@ -252,7 +261,7 @@ def is_count(value: Any) -> bool:
 
 
 def is_place(state: Any) -> bool:
-    """Return True if `state` is the state of an iterator over prompts or rows."""
+    """Return True if `state` has the form of an iterator's position in its prompts or rows."""
     return isinstance(state, dict) and all(is_count(state.get(name)) for name in ("number", "count"))
 
 
@@ -269,7 +278,10 @@ def is_ledger(state: Any) -> bool:
 
 
 def wait_for_earlier_processes(run_folder: Path, groups: ParallelGroups) -> None:
-    """Wait until no other process writes the run's journal. Raises RuntimeError, which names one, on all ranks."""
+    """Wait until no other process writes the run's journal.
+
+    Raises RuntimeError, which names such a process, on all ranks if it does not end.
+    """
     if fault := groups.on_main(lambda: journal.wait_for_owners(run_folder / journal.FOLDER)):
         raise RuntimeError(fault)
 
@@ -316,7 +328,10 @@ class PromptResumeState:
         return journal.take_lock(self.folder, self.groups.data.rank) if keeps_journal else None
 
     def note_step(self, rollout: RolloutProcess | None) -> None:
-        """Record the position between two steps for `state_dict`, and add the outcomes so far to the success rates."""
+        """Record the position between two steps for `state_dict`, and add the outcomes so far to the success rates.
+
+        rollout: this rank's rollout process, if it has one.
+        """
         # Not asked when a checkpoint is written, because an abandoned step restarts from its beginning.
         self._ledger_state = None if rollout is None else rollout.ledger_state()
         outcomes = [] if self._ledger_state is None else self._ledger_state.pop("outcomes")
@@ -331,7 +346,10 @@ class PromptResumeState:
             rollout.add_outcomes(outcomes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the prompts, equal on all ranks: the iterator's state and all ledgers."""
+        """Return the state of the prompts for a checkpoint: the iterator's state and all ledgers.
+
+        The result is equal on all ranks.
+        """
         states: list[Any] = [None] * self.groups.world_size
         dist.all_gather_object(states, self._ledger_state, group=self.groups.control)
         ledgers = [state for state in states if state is not None]

@@ -36,20 +36,23 @@ def update_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 
 def applied_of(stats: list[StepStats]) -> list[StepStats]:
-    """Return the applied updates, because skipped ones may be NaN. All if none was applied."""
+    """Return the updates that were applied, because statistics of skipped ones may be NaN. Return all if none was."""
     return [s for s in stats if s.applied] or stats
 
 
 def trained_tokens(stats: StepStats) -> float:
-    """Return the number of tokens that an update trained on. The weight may be a number of trajectories instead."""
+    """Return the number of tokens on which an update trained.
+
+    `stats.weight` may instead be a number of trajectories.
+    """
     return stats.sums.get("tokens", stats.weight)
 
 
 def user_metrics(groups: ParallelGroups) -> dict[str, float]:
-    """Return the means of what losses passed to log_metric since the last call, on the main rank; {} on others.
+    """Return the means of what losses have passed to log_metric since the last call, on the main rank; {} on others.
 
-    Collective. The ranks of a replica have different parts of a loss's values, or equal copies of all. The sum of
-    numerators over the sum of denominators is the right mean in both cases.
+    Collective: every rank calls it. The ranks of a replica have either different parts of a loss's values or equal
+    copies of all of them. In both cases, the sum of numerators divided by the sum of denominators is the right mean.
     """
     own = stats_tracker.take()
     of_ranks = [own] * groups.world_size if groups.is_main else None
@@ -63,7 +66,7 @@ COUNTED_IN_ALL = ("bounded_tokens", "not_finite")
 
 
 def policy_metrics(stats: list[StepStats]) -> dict[str, Any]:
-    """Return the policy's metrics. The sums that the loss returns become means over trained tokens."""
+    """Return the policy's metrics. The loss's sums are divided by the number of trained tokens."""
     metrics = update_metrics(stats)
     for key in stats[0].sums:
         over = stats if key in COUNTED_IN_ALL else applied_of(stats)
@@ -90,7 +93,8 @@ def critic_metrics(stats: list[StepStats]) -> dict[str, Any]:
 
 OWN_COLUMNS = {"group", "sample", "agent", "pair", "prompt", "prompt_index", REUSED}
 OWN_COLUMNS |= {"rewards", "scores", "model_rewards", "is_greedy", "greedy_reward", "greedy_score", "greedy_tokens"}
-"""Sequence columns without a `trajectory/` metric: they are not a workflow's own numbers, or have other metrics."""
+"""Per-trajectory columns for which no metric `trajectory/...` is logged, because they are not a workflow's own numbers
+or have other metrics."""
 
 
 def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
@@ -125,7 +129,10 @@ def batch_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
 
 
 def reuse_metrics(batch: TrajectoryBatch, version: int) -> dict[str, Any]:
-    """Return how much of the step is reused, and how stale, in versions. Collective: every rank calls it."""
+    """Return how many trajectories of the step are reused, their mean reward, and their mean staleness in versions.
+
+    version: policy version before the updates. Collective: every rank calls it.
+    """
     again = batch.select(batch.is_reused.nonzero()[:, 0].tolist())
     count = {"reuse/trajectories": len(again)}
     if not len(again):
@@ -152,7 +159,10 @@ Total = Callable[[Tensor], Tensor]
 
 
 def counts_by_doubling(values: Tensor, total: Total = lambda counts: counts) -> dict[str, int]:
-    """Return a histogram {range: count} of whole numbers, with ranges [2^k, 2^(k+1)); 0 counts as 1."""
+    """Return a histogram {range: count} of whole numbers. The ranges are [2^k, 2^(k+1)); 0 is counted as 1.
+
+    total: adds up the counts of all ranks.
+    """
     classes = total(torch.bincount(values.clamp_min(1).double().log2().floor().long(), minlength=63)).tolist()
     present = [number for number, count in enumerate(classes) if count]
     between = range(present[0], present[-1] + 1) if present else ()
@@ -160,7 +170,10 @@ def counts_by_doubling(values: Tensor, total: Total = lambda counts: counts) -> 
 
 
 def counts_by_number(values: Tensor, total: Total = lambda counts: counts, *, most: int = 0) -> dict[str, int]:
-    """Return a histogram {value: count} of whole numbers from 0 to the largest. most: upper bound on all ranks."""
+    """Return a histogram {value: count} of whole numbers. Its values go from 0 to the largest that occurs.
+
+    total: adds up the counts of all ranks. most: an upper bound of the values, equal on all ranks.
+    """
     counts = total(torch.bincount(values.clamp_min(0).long(), minlength=most + 1)).tolist()
     end = max((number + 1 for number, count in enumerate(counts) if count), default=0)
     return {str(number): count for number, count in enumerate(counts[:end])}
@@ -169,9 +182,10 @@ def counts_by_number(values: Tensor, total: Total = lambda counts: counts, *, mo
 def mismatch_metrics(
     shares: list[TrajectoryBatch], stats: list[StepStats], version: int, groups: ParallelGroups
 ) -> dict[str, float]:
-    """Compare trainer and server log-probabilities of the step's first update, without reused trajectories.
+    """Compare the log-probabilities of trainer and servers for tokens of the step's first update.
 
-    version: policy version before the updates. Collective: every rank calls it.
+    Reused trajectories and demonstrations are left out. version: policy version before the updates. Collective: every
+    rank calls it.
     """
     if not stats or stats[0].logprobs is None:  # equal on all ranks
         return {}

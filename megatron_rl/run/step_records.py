@@ -39,11 +39,11 @@ from megatron_rl.weights.update_group import checksum
 FOLDER = "records"
 FACTS, ROWS, COMPUTED = "record.json", "rows.json", "computed.json"
 CONSUMED_NUMBERS, COMPUTED_NUMBERS = "consumed", "computed"
-"""First part of the names of safetensors files. A replica's tokens are in a file with its number."""
+"""Name stems of the safetensors files. A replica's tokens are in a file whose name also has the replica's number."""
 ON_ALARM = "on_alarm"
 FORMAT = 1
 LOGPROBS = "update_logprobs"
-"""Computed column: log p of each trained token in the forward pass of its own update."""
+"""Name of a computed column: log p of each trained token, in the forward pass of the update that trains it."""
 PLAN = ("lengths", "update", "owner", "group")
 PENDING_BYTES = 256 << 20
 """Maximum size of the records that a rank holds in memory for an alarm."""
@@ -54,7 +54,10 @@ Columns = dict[str, Tensor]
 
 @dataclasses.dataclass(kw_only=True)
 class _Part:
-    """One half of a record: the tensor files of this rank, and the JSON files, which the main rank writes last."""
+    """One half of a record: what the step consumed, or what it computed.
+
+    It has this rank's tensor files, and JSON files, which only the main rank writes, last.
+    """
 
     files: dict[str, Columns]
     facts: dict[str, Any]
@@ -82,17 +85,17 @@ class StepRecorder:
         say: Callable[[str], None],
         defers: bool = True,
     ) -> None:
-        """defers: hold records for alarms in memory. False writes them at once."""
+        """defers: keep records that are only needed for an alarm in memory. False writes them at once."""
         self.config, self.groups, self.engines, self.timers, self._say = config, groups, engines, timers, say
         self.folder = Path(config.run.folder) / FOLDER
         self._defers = defers
         self._step: int | None = None
         """The step in progress, if it is recorded."""
         self._consumed: frozenset[str] = frozenset()
-        """Token columns that the step consumed."""
+        """Names of the token columns that the step consumed."""
         self._watches: dict[str, _TensorWatch] = {}
         self._pending: dict[int, list[_Part]] = {}
-        """Parts of the records in memory, by step, oldest first."""
+        """Parts of records that are held in memory, by step, oldest first."""
 
     def begin(
         self,
@@ -102,10 +105,11 @@ class StepRecorder:
         prompts: Sequence[dict[str, Any]] = (),
         oldest_checkpoint: Callable[[], int] = lambda: 0,
     ) -> None:
-        """Write what the step consumes, if the step is recorded. prompts: the rows that `prompt_index` refers to.
+        """Record what the step consumes, if the step is to be recorded.
 
-        oldest_checkpoint: called on the main rank. With on_alarm, records of steps before the step that it returns are
-        removed, unless another entry asks for them.
+        prompts: the rows to which `prompt_index` refers. oldest_checkpoint: returns the step of the oldest checkpoint;
+        called on the main rank. If record_steps contains on_alarm, records of earlier steps than that are removed,
+        unless another entry of record_steps asks for them.
         """
         options, is_asked_for, self._step = self.config.telemetry, self._is_asked_for(step), None
         if not is_asked_for and not (ON_ALARM in options.record_steps and self.config.run.checkpoint_every_steps > 0):
@@ -124,9 +128,9 @@ class StepRecorder:
                 self._watches = {name: _TensorWatch(engine) for name, engine in self.engines.items()}
 
     def end(self, batch: StepBatch, stats: dict[str, list[StepStats]]) -> None:
-        """Write what the step computed, if the step is recorded.
+        """Record what the step computed, if the step is recorded.
 
-        batch: the trajectories that were trained. stats: for each model, one entry per update.
+        batch: the trajectories that were trained. stats: for each model, the statistics of each update.
         """
         step, self._step = self._step, None
         if step is None:
@@ -150,12 +154,15 @@ class StepRecorder:
                 self._warn(step, fault)
 
     def alarm(self) -> None:
-        """Write the records in memory, because an error ends the run. Each rank writes its own files."""
+        """Write the records that are in memory, because an error ends the run. Each rank writes its own files."""
         for step in list(self._pending):
             self._write_pending(step)
 
     def _is_asked_for(self, step: int) -> bool:
-        """Return True if the step is recorded for itself, or for a later step before the next checkpoint."""
+        """Return True if record_steps asks for the step, or for a later step whose replay needs this one.
+
+        A replay starts at a checkpoint, so it needs all steps since the last checkpoint.
+        """
         every = self.config.run.checkpoint_every_steps
         return self.config.telemetry.records(step, (step // every + 1) * every if every else float("inf"))
 
@@ -163,7 +170,7 @@ class StepRecorder:
         return self.folder / f"step-{step}"
 
     def _hold(self, step: int, batch: StepBatch, prompts: Sequence[dict[str, Any]]) -> None:
-        """Keep a copy of what the step consumes, and forget steps before the checkpoints that are kept."""
+        """Keep a copy of what the step consumes. Forget the steps before the oldest checkpoint that is kept."""
         options = self.config.run
         every = options.checkpoint_every_steps
         # One more checkpoint than is kept, because the newest may still be on its way to the disk.
@@ -178,7 +185,10 @@ class StepRecorder:
         self._add(step, part)
 
     def _add(self, step: int, part: _Part) -> None:
-        """Keep a part in memory. Write the oldest records if they are too many, but never the step in progress."""
+        """Keep a part in memory.
+
+        Above PENDING_BYTES in all, write the oldest records, but never the step in progress.
+        """
         self._pending.setdefault(step, []).append(part)
         while sum(part.size for parts in self._pending.values() for part in parts) > PENDING_BYTES:
             if (oldest := next(iter(self._pending))) == step:
@@ -186,7 +196,7 @@ class StepRecorder:
             self._write_pending(oldest)
 
     def _write_pending(self, step: int) -> None:
-        """Write a record from memory. If that fails, only this record is lost."""
+        """Write a record that is in memory. If that fails, only this record is lost."""
         folder, parts = self._folder(step), self._pending.pop(step)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -206,7 +216,7 @@ class StepRecorder:
             self._remove_before(oldest_checkpoint)
 
     def _remove_before(self, oldest_checkpoint: int) -> None:
-        """Remove records of steps before a checkpoint's, unless another entry asks for them."""
+        """Remove the records of steps before `oldest_checkpoint`, unless another entry of record_steps needs them."""
         for path in self.folder.glob("step-*"):
             other = int(path.name.removeprefix("step-"))
             if other < oldest_checkpoint and not self._is_asked_for(other):
@@ -235,7 +245,10 @@ class StepRecorder:
         return _Part(files=files, facts=facts)
 
     def _write(self, step: int, part: _Part) -> str:
-        """Write this rank's files, and the facts after all ranks have written. Return a fault on all ranks, or ''."""
+        """Write this rank's files and, after all ranks have written theirs, the facts.
+
+        Return a description of what failed, or ''. It is the same on all ranks.
+        """
         folder, fault = self._folder(step), ""
         try:
             _save_files(part, folder)
@@ -261,22 +274,22 @@ class StepRecorder:
 
 
 def arithmetic(groups: ParallelGroups) -> dict[str, Any]:
-    """Return everything but the code that may change the last bits of a result."""
+    """Return everything, apart from the code, that may change the last bits of a result."""
     axes = ("tensor", "pipeline", "context", "data", "expert", "expert_tensor")
     layout = {axis: getattr(groups, axis).size for axis in axes}
     return {"layout": layout, "threads": torch.get_num_threads(), "machine": machine()}
 
 
 def machine() -> dict[str, str]:
-    """Return this host's device and its versions of packages that compute."""
+    """Return the name of this host's device, and the versions of installed packages that affect results."""
     device = torch.cuda.get_device_name() if platform.has_cuda() else torch.backends.cpu.get_cpu_capability()
     return {"device": f"{host.machine()} {device}"} | {name: metadata.version(name) for name in PACKAGES}
 
 
 class _TensorWatch:
-    """Gradients and changed weights of one model in each update, by HF tensor, on rank 0. Collective.
+    """Notes one model's gradients and changed weights in each update, per HF tensor. Only rank 0 has the result.
 
-    Holds a copy of this rank's weights in host memory.
+    Collective. Every rank holds a copy of its weights in host memory.
     """
 
     def __init__(self, engine: MegatronEngine) -> None:
@@ -285,7 +298,7 @@ class _TensorWatch:
         self.weights = {id(it): it.detach().to("cpu", copy=True) for it in engine.parameters() if it.requires_grad}
         self.gradients: list[dict[str, tuple[float, str]]] = []
         self.after: list[dict[str, tuple[float, str]]] = []
-        """For each update: by tensor, norm of the change since the step began, and checksum of the weights."""
+        """For each update and HF tensor: norm of the change since the step began, and checksum of the weights."""
         engine.on_gradients = self._note_gradients
 
     def _note_gradients(self) -> None:
@@ -313,7 +326,10 @@ def _norm(tensor: Tensor) -> float:
 
 
 def _of_updates(batch: StepBatch, own: TrajectoryBatch, logprobs: list[Any]) -> Tensor:
-    """Join the updates' log-probs `[n]` to a column of this replica's tokens `[N]`. Demonstrations are left out."""
+    """Join the log-probs of all updates, each `[n]`, to a column `[N]` over this replica's tokens.
+
+    Tokens of demonstrations are left out.
+    """
     column = torch.zeros(len(own["input_ids"]))
     update = own.spread(batch.plan.update[batch.plan.owner == batch.plan.groups.data.rank])
     for number, values in enumerate(logprobs):
@@ -327,7 +343,7 @@ def _numbers(stats: StepStats) -> dict[str, Any]:
 
 
 def _save_files(part: _Part, folder: Path) -> None:
-    """Write the part's tensors. Each file appears under its name when it is complete."""
+    """Write the part's tensor files. Each file appears under its name only once it is complete."""
     for name, columns in part.files.items():
         aside = folder / f".{name}.partial"
         save_file({key: column.contiguous().numpy() for key, column in columns.items()}, aside)  # faster than torch's

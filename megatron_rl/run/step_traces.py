@@ -25,8 +25,8 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 class StepTraces:
     """Records the steps in telemetry.trace_steps. Collective: every rank calls every method.
 
-    A step lasts from one snapshot of its timers to the next; call `begin` and `end` right after these. Its trace has
-    all that happened in that time, also for other steps, such as rollouts of an asynchronous run.
+    A step lasts from one snapshot of its timers to the next; call `begin` and `end` right after these. A step's trace
+    has all that happened in that time, including work for other steps, such as rollouts of an asynchronous run.
     """
 
     def __init__(

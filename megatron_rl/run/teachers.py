@@ -1,4 +1,7 @@
-"""Teachers that run on the trainer's engines. With a hint, a teacher reads hint, prompt and the policy's reply."""
+"""Teachers that run on the trainer's engines.
+
+A teacher with a hint reads the hint, the prompt and the policy's reply.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ Prompts = list[dict[str, Any]]
 def check_teachers(
     config: TrainConfig, policy: Architecture, tokenizer: PreTrainedTokenizerBase, prompts: Prompts
 ) -> None:
-    """Raise ValueError if a teacher's model, tokens or context does not fit, or a prompt's source has no teacher."""
+    """Raise ValueError if a teacher's model, tokens or context do not fit, or if a prompt's source has no teacher."""
     options, own_tokens = config.teacher, tokenizer.get_vocab()
     teachers, contexts = options.teachers, {POLICY: policy.max_positions, "": policy.max_positions}
     for path in options.engine_paths:
@@ -63,7 +66,7 @@ def check_teachers(
 class Teachers:
     """The teachers of a run, which share the policy's layout. Collective: every rank calls every method.
 
-    teacher.kl_in = advantage needs `logprobs`, teacher.kl_in = loss needs `targets`.
+    With teacher.kl_in = advantage, a step needs `logprobs`; with teacher.kl_in = loss, it needs `targets`.
     """
 
     def __init__(
@@ -75,9 +78,9 @@ class Teachers:
         tokenizer: PreTrainedTokenizerBase | None,
         **options: Any,
     ) -> None:
-        """prompts: indexed by `prompt_index`. Without any, the first teacher reads all trajectories unchanged.
+        """prompts: the rows to which `prompt_index` refers.
 
-        options: passed to MegatronEngine.
+        Without any, the first teacher reads all trajectories unchanged. options: passed to MegatronEngine.
         """
         self.options, self.temperature = config.teacher, config.generation.temperature
         self.teachers = config.teacher.teachers
@@ -103,9 +106,9 @@ class Teachers:
         return found
 
     def targets(self, share: TrajectoryBatch) -> TeacherTargets:
-        """Return the teachers' distributions for the trained tokens of an update's share.
+        """Return the teachers' next-token distributions for the trained tokens of this rank's share of an update.
 
-        Also sets the share's column PLACE: each token's row in the distributions, or -1.
+        Also sets the share's column PLACE: each token's row in the distributions; -1 for tokens without one.
         """
         place, found, count = torch.full((len(share["input_ids"]),), -1, dtype=torch.int32), [], 0
         for engine, read, places in self._readings(share):
@@ -118,7 +121,10 @@ class Teachers:
         return TeacherTargets(found, shard, self.temperature, self.options.coefficient)
 
     def _readings(self, own: TrajectoryBatch) -> Iterator[tuple[MegatronEngine, TrajectoryBatch, Tensor]]:
-        """Yield each teacher's engine, the trajectories it reads, and each token's index in the batch, or -1."""
+        """Yield each teacher's engine, the trajectories that it reads, and the index in `own` of each of their tokens.
+
+        The index is -1 for tokens that are not in `own`, such as a hint's.
+        """
         for number, (source, teacher) in enumerate(self.teachers.items()):
             if teacher.servers:
                 continue
@@ -139,10 +145,10 @@ class Teachers:
 def behind_prompts(
     batch: TrajectoryBatch, chosen: list[int], prompts: list[list[int] | None]
 ) -> tuple[TrajectoryBatch, Tensor]:
-    """Return the chosen trajectories as a teacher reads them, and each token's index in `batch`, -1 for new prompts.
+    """Return the chosen trajectories as a teacher reads them, and the index in `batch` of each of their tokens.
 
-    prompts: for each chosen trajectory, token ids that replace everything before the first token that the policy wrote.
-    None leaves the trajectory unchanged.
+    The index is -1 for the tokens of new prompts. prompts: for each chosen trajectory, None to leave it unchanged, or
+    token ids that replace everything before the first token that the policy wrote.
     """
     ids, mask, written = batch["input_ids"], batch["loss_mask"], written_tokens(batch)
     bounds, none = batch.cu_seqlens.tolist(), torch.empty(0, dtype=torch.int64)

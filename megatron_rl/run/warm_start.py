@@ -38,8 +38,8 @@ def warm_start_rows(
 class WarmStart:
     """Trains the policy on answers before RL, if `warm_start.updates` is set.
 
-    Collective: every rank calls every method. measure: returns the mean reward of sampled replies. The warm start stops
-    early if it reaches warm_start.stop_at_reward. check: called with the statistics of each update.
+    Collective: every rank calls every method. measure: returns the mean reward of sampled replies. Once that reaches
+    warm_start.stop_at_reward, the warm start stops early. check: called with the statistics of each update.
     """
 
     def __init__(
@@ -63,7 +63,8 @@ class WarmStart:
     def run(self) -> bool:
         """Train on answers, or load the result of an earlier run with the same settings.
 
-        Return False if no warm start is configured. After True, RL needs a new optimizer and learning-rate schedule.
+        Return False if no warm start is configured. If the result is True, RL needs a new optimizer and learning-rate
+        schedule.
         """
         if self.options.updates == 0:
             return False
@@ -79,7 +80,7 @@ class WarmStart:
         return True
 
     def save(self) -> None:
-        """Write the engine's weights to `folder`, unless `run` has already written them."""
+        """Write the engine's weights to `folder`, unless `run` has already done so."""
         if not self.options.folder:
             self.engine.save(self.folder)
 
@@ -111,7 +112,10 @@ class WarmStart:
         self._say(f"warm start: {len(losses)} supervised updates, loss {losses[0]:.3f} -> {losses[-1]:.3f}")
 
     def _settings(self) -> str:
-        """Return all settings that affect a warm start's result, except the layout, which affects only rounding."""
+        """Return, as text, all settings that affect a warm start's result.
+
+        The parallel layout is left out, because it affects only rounding.
+        """
         config, sections = self.config, ("model", "data", "warm_start", "optimizer", "generation")
         settings: dict[str, Any] = {name: dataclasses.asdict(getattr(config, name)) for name in sections}
         for key in ("lr", "min_lr", "schedule", "warmup_updates", "distributed"):  # only for RL, or irrelevant

@@ -1,4 +1,4 @@
-"""A client's model: its requests, their results, and the journal from which a restarted server has them.
+"""A client's model: its requests, their results, and the journal from which a restarted server restores them.
 
 requests-SEQ.journal   requests since SEQ, and results that may still be asked for
 resume/SEQ             checkpoint after request SEQ
@@ -19,9 +19,9 @@ from megatron_rl.training_server.request_journal import JournalFile
 from megatron_rl.training_server.shared_engine import Adapted
 
 KEPT_RESULTS = 256
-"""Number of a model's results that are kept after they were fetched, for a client that lost the answer."""
+"""Number of results that a model keeps after they were fetched, because a client may lose an answer and ask again."""
 PASSES = {"forward": False, "forward_backward": True}
-"""Kinds of requests that several models can run together -> whether they add gradients."""
+"""Kinds of requests that several models can run together. Each maps to whether it computes gradients."""
 
 
 @dataclass
@@ -42,13 +42,13 @@ class Request:
     seq: int
     kind: str
     event: dict[str, Any]
-    """The client's JSON body. For a forward or backward pass, `body` has its protocol buffer instead."""
+    """The client's JSON body. It is empty for a forward or backward pass, whose protocol buffer is in `body`."""
     body: bytes
 
 
 @dataclass(eq=False)
 class Model:
-    """A client's model. seq: the number of the last request that has run, -1 before it was created."""
+    """A client's model. seq: number of the last request that has run; -1 before the model was created."""
 
     id: str
     tenant: str
@@ -58,15 +58,15 @@ class Model:
     seq: int = -1
     adapted: Adapted | None = None
     is_placed: bool = False
-    """True while it has one of the engine's slots."""
+    """True while the model has one of the engine's slots."""
     steps: int = 0
     """Optimizer steps since the last checkpoint."""
     carried_bytes: int = 0
-    """Size of the journal when it began, with what it copied from the one before."""
+    """Size of the journal when it was begun: what was copied into it from the journal before."""
     pending: dict[int, Request] = field(default_factory=dict)
     futures: dict[int, Future[Result]] = field(default_factory=dict)
     tries: Counter[int] = field(default_factory=Counter)
-    """Number of times that the server ended while it ran this request."""
+    """Request number -> number of attempts at that request during which the server ended."""
 
     @classmethod
     def new(cls, name: str, tenant: str, session: str, folder: Path) -> Model:
@@ -74,7 +74,10 @@ class Model:
 
     @classmethod
     def reopened(cls, folder: Path, said: dict[str, Any]) -> Model | None:
-        """Return the model of an earlier process; None if its client's session was over. said: its model.json."""
+        """Reopen the model of an earlier process. Return None if its client's session was over.
+
+        said: content of the model's model.json.
+        """
         paths = sorted(folder.glob("requests-*.journal"))
         if not paths:
             return None
@@ -97,12 +100,12 @@ class Model:
 
     @property
     def head(self) -> Request | None:
-        """The request that runs next, if it is there."""
+        """The request that runs next; None if the client has not sent it yet."""
         return self.pending.get(self.seq + 1)
 
     @property
     def resume_folder(self) -> Path:
-        """The checkpoint after the last request that has run."""
+        """Folder of the checkpoint that was written after the last request that has run."""
         return self.folder / "resume" / str(self.seq)
 
     def accept(self, request: Request) -> None:
@@ -119,7 +122,10 @@ class Model:
         self.journal.add({"kind": "begun", "seq": request.seq})
 
     def finish(self, request: Request, result: Result, *, is_saved: bool) -> None:
-        """Note a result. is_saved: a checkpoint after this request has been written."""
+        """Store a request's result and hand it to those that wait for it.
+
+        is_saved: a checkpoint has been written after this request, so a new journal begins.
+        """
         self.seq = request.seq
         del self.pending[request.seq]
         fetched = [seq for seq, future in self.futures.items() if future.done() and future.result().was_fetched]
@@ -132,7 +138,10 @@ class Model:
         self.futures[request.seq].set_result(result)
 
     def _begin_journal(self, result: Result) -> None:
-        """Begin a journal after the checkpoint of the last request, with that request's and earlier results."""
+        """Replace the journal by a new one that starts from the checkpoint just written.
+
+        The new journal holds the results of this request and of earlier ones, and the requests that still wait.
+        """
         self.steps, seq = 0, self.seq
         path = self.folder / f"requests-{seq + 1:09d}.journal"
         aside = path.with_suffix(".new")
@@ -154,7 +163,7 @@ class Model:
                 shutil.rmtree(old)
 
     def close(self) -> None:
-        """End the model. What its client has saved by name stays."""
+        """End the model and delete its journal and checkpoint. Weights that its client has saved by name stay."""
         self.journal.close()
         for future in self.futures.values():
             if not future.done():

@@ -22,7 +22,7 @@ class Refused(Exception):
 
 @dataclass
 class Session:
-    """seen: when its client last gave a sign of life, in the time of time.monotonic."""
+    """A client's session. seen: time, by time.monotonic, at which its client last gave a sign of life."""
 
     id: str
     tenant: str
@@ -31,18 +31,19 @@ class Session:
 
 
 class Sessions:
-    """The sessions in a journal file.
+    """All clients' sessions, recorded in a journal file.
 
-    changed: held during each change, and notified when a session is over.
+    changed: condition that is held during each change, and notified when a session is over.
     """
 
     def __init__(self, file: Path, changed: threading.Condition) -> None:
         self._changed = changed
         self.by_id: dict[str, Session] = {}
         self.ended: set[str] = set()
-        """Ids of models that were ended with their sessions, as an earlier process noted."""
+        """Ids of models that an earlier process ended. They are not reopened."""
         self._samplers: dict[str, tuple[str, str | None]] = {}
-        """Sampling session -> (its tenant, the tinker path of its weights or None for the base model)."""
+        """Id of a sampling session -> (its tenant, the tinker path of its weights). The path is None for the base
+        model."""
         self._journal = JournalFile(file)
         for event, _ in self._journal.records:
             if event["kind"] == "session":
@@ -63,7 +64,10 @@ class Sessions:
             return session.id
 
     def get(self, tenant: str, name: Any) -> Session:
-        """Return a session of this tenant, and note that its client lives. Raises Refused."""
+        """Return a session of this tenant, and note that its client is alive.
+
+        Raises Refused if the tenant has no such session, or if it is over.
+        """
         found = self.by_id.get(str(name))
         if found is None or found.tenant != tenant:
             raise Refused(f"session_id = {name!r}: there is no such session.", 404)
@@ -84,7 +88,11 @@ class Sessions:
         self._journal.add({"kind": "ended", "id": model})
 
     def add_sampler(self, tenant: str, session: Session, number: Any, path: str | None) -> str:
-        """Return the id of a sampling session, the same if it is asked for again. Raises Refused."""
+        """Create a sampling session, unless the client has asked for this one before. Return its id.
+
+        number: the client's number of the sampling session. path: tinker path of its weights; None for the base model.
+        Raises Refused if `number` is no integer.
+        """
         if type(number) is not int:
             raise Refused(f"sampling_session_seq_id = {number!r}: must be an integer.", 400)
         name = f"{session.id}:sample:{number}"
@@ -95,7 +103,10 @@ class Sessions:
         return name
 
     def sampler(self, tenant: str, name: Any) -> str | None:
-        """Return the tinker path that a sampling session samples from; None for the base model. Raises Refused."""
+        """Return the tinker path of the weights that a sampling session uses; None for the base model.
+
+        Raises Refused if the tenant has no such sampling session.
+        """
         owner, path = self._samplers.get(str(name), ("", None))
         if owner != tenant:
             raise Refused(f"sampling_session_id = {name!r}: there is no such sampling session.", 404)

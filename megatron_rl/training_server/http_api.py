@@ -29,19 +29,20 @@ from megatron_rl.training_server.service import Service
 logger = logging.getLogger(__name__)
 
 POLL_S = 25.0
-"""Below the 45 seconds after which the client gives a poll up."""
+"""Longest time in seconds for which a poll for a result is held open. The client gives up after 45 seconds."""
 MAX_BODY_BYTES = 64 * 1024**2
 MOST_SAMPLES = 20_000
-"""Maximum number of results of sampling that are kept until they are fetched, the newest ones."""
+"""Maximum number of sampling requests whose results are kept. If there are more, the oldest are cancelled and
+dropped."""
 MOST_SAMPLING = 4096
-"""Maximum number of requests for samples at a time. Further ones get status 429, and the client repeats them later."""
+"""Maximum number of sampling requests in progress. Further ones get status 429, and the client repeats them later."""
 TENANT = web.RequestKey("tenant", str)
 PROTO = "application/x-protobuf"
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class TrainingAPI:
-    """The routes. tokens: {token: tenant}."""
+    """The routes of the HTTP API. tokens: maps each client's token to its tenant."""
 
     def __init__(self, service: Service, sampler: Sampler, tokens: Mapping[str, str]) -> None:
         self.service, self.sampler, self.tokens = service, sampler, dict(tokens)
@@ -306,7 +307,10 @@ def _checkpoint(path: str, facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def sampling_of(body: Mapping[str, Any]) -> Sampling:
-    """Translate a request for samples to that of a rollout server. Raises ValueError."""
+    """Translate a client's sampling request into one for a rollout server.
+
+    Raises ValueError if the request is invalid or asks for something that this server does not support.
+    """
     for key in ("target_prompt_logprobs", "prompt_alt_tokens_k", "record_stability_info"):
         if body.get(key):
             raise ValueError(f"{key} = {body[key]!r}: is not supported by this server; leave it out.")
@@ -377,7 +381,7 @@ def _cursor(found: list[Any]) -> dict[str, int]:
 
 @contextlib.asynccontextmanager
 async def serving(api: TrainingAPI, listener: socket.socket, tls: ssl.SSLContext | None) -> AsyncIterator[None]:
-    """Serve clients on a socket until the block ends."""
+    """Serve clients on a listening socket until the block ends. tls: None serves plain HTTP."""
     runner = web.AppRunner(api.app(), access_log=None, shutdown_timeout=2)
     await runner.setup()
     try:

@@ -30,19 +30,23 @@ from megatron_rl.api import LogprobLoss
 
 CLIPS = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
 CISPO_CLIPS = {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0}
-"""Only the upper side is clipped: the clipped ratio is a weight, and keeps the gradient of every token."""
+"""Default clip thresholds of cispo. Only large ratios are clipped. The clipped ratio is a factor without gradient, so
+every token keeps its gradient."""
 TokenLoss = Callable[[Tensor, TensorDict, Mapping[str, float]], Tensor]
 
 
 @dataclass(frozen=True)
 class Loss:
-    """fn(logprobs, rows, options) returns the loss of each row. If `by_row`, it is called on trained rows alone."""
+    """One of the losses. `fn(logprobs, rows, options)` returns the loss of each row.
+
+    by_row: the rows are independent, so `fn` is called with trained rows only.
+    """
 
     fn: TokenLoss
     inputs: tuple[str, ...]
-    """Inputs that each datum must have, besides target_tokens."""
+    """Inputs that each datum must have in addition to target_tokens."""
     options: dict[str, float] = field(default_factory=dict)
-    """Its options with their defaults. A datum may give clip thresholds for each of its tokens instead."""
+    """The loss's options with their defaults. A datum may instead give a clip threshold for each of its tokens."""
     by_row: bool = True
 
 
@@ -100,7 +104,7 @@ LOSSES = {
 
 
 def make_loss(name: str, given: Mapping[str, Any]) -> LogprobLoss:
-    """Return the engine's loss for a name of LOSSES with these options, which have been checked."""
+    """Return the loss of this name from LOSSES, in the engine's form. given: its options, already checked."""
     loss = LOSSES[name]
     options = loss.options | {key: float(value) for key, value in given.items()}
     return LogprobLoss(functools.partial(_sum, loss, options), by_row=loss.by_row)

@@ -15,7 +15,8 @@ from megatron_rl.training_server.shared_engine import AdamStep, Adapted, ModelSt
 from megatron_rl.training_server.wire import ForwardBackward
 
 FAILURES = (ValueError, CheckpointError)
-"""Errors that an operation raises on all ranks alike. They end the request. Any other error ends the server."""
+"""Errors that an operation raises on all ranks alike. Such an error ends only the request; any other ends the
+server."""
 IDLE = ("rest", "stop")
 
 
@@ -35,19 +36,19 @@ class Ranks:
         self.models: dict[str, ModelState] = {}
 
     def is_at_hand(self, model: str) -> bool:
-        """Return True if the model's passes can run together with those of others."""
+        """Return True if the model's passes can run together with those of other models."""
         return self.engine.is_at_hand(self.models[model])
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Run a method named below on all ranks and return rank 0's result. Rank 0 alone calls this.
+        """Run the method `name` of this class on all ranks and return rank 0's result. Only rank 0 calls this.
 
-        Two more names: `rest` does nothing, and `stop` ends `follow` on the other ranks.
+        Two names are no methods: `rest` does nothing, and `stop` ends `follow` on the other ranks.
         """
         dist.broadcast_object_list([(name, arguments)], src=0, group=self.engine.groups.control)
         return None if name in IDLE else getattr(self, name)(*arguments)
 
     def follow(self) -> None:
-        """Run what rank 0 calls, until it calls `stop`. All other ranks call this."""
+        """Run every method that rank 0 passes to `call`, until it passes `stop`. All ranks except rank 0 call this."""
         name = ""
         while name != "stop":
             told: list[Any] = [None]

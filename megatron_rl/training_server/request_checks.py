@@ -1,4 +1,4 @@
-"""Checks of what clients send, before any rank works on it. Each raises ValueError."""
+"""Checks of what clients send, before any rank works on it. Each check raises ValueError."""
 
 from __future__ import annotations
 
@@ -17,17 +17,21 @@ from megatron_rl.training_server.wire import Datum
 
 CLIENT_SIDE = "call forward_backward_custom with a function, whose gradient the client computes"
 WITHOUT = {"stable_reinforce": "needs what the official service records while it samples, whose form is not published"}
-"""Losses of the client that this server lacks -> why."""
+"""Losses that the client offers and this server lacks -> the reason."""
 SEVERAL = "cross_entropy"
-"""The loss that may have several targets of a token."""
+"""Name of the only loss for which a token may have several targets."""
 MOST_TARGETS = 128
-"""Maximum number of targets of a token. Each costs a product with the output layer."""
+"""Maximum number of targets of a token. Each target costs one multiplication with the output layer."""
 
 
 def checked_data(
     data: Sequence[Datum], loss: str, options: Mapping[str, Any], *, vocab: int, longest: int
 ) -> list[Datum]:
-    """Return the data with the inputs that its loss reads, as float32."""
+    """Check the data, and return it with only the inputs that the loss reads.
+
+    The targets become int64 and all other inputs float32. vocab: size of the vocabulary. longest: maximum number of
+    tokens of a datum.
+    """
     check_loss(loss, options)
     if not data:
         raise ValueError("data: is empty; send at least one datum.")
@@ -70,7 +74,7 @@ def check_ids(key: str, ids: Tensor, vocab: int) -> None:
 
 
 def _width(datum: Datum, loss: str) -> tuple[int, ...]:
-    """Return the shape of a token's targets: `()`, or `(K,)` if the first datum has several for each token."""
+    """Return the shape of a token's targets: `()`, or `(K,)` if each token of the datum has K targets."""
     targets = datum.inputs.get(TARGETS)
     if targets is None or targets.ndim < 2:
         return ()
@@ -98,7 +102,7 @@ def _column(datum: Datum, key: str, number: int, loss: str, width: tuple[int, ..
 
 
 def adam_step(given: Mapping[str, Any]) -> AdamStep:
-    """Return the step of an `optim_step` request."""
+    """Return the optimizer step that an `optim_step` request asks for."""
     if not isinstance(params := given.get("adam_params"), dict):
         raise ValueError(f"adam_params = {params!r}: this server has Adam alone; send AdamParams.")
     usual = {"learning_rate": 1e-4, "beta1": 0.9, "beta2": 0.95, "eps": 1e-12, "weight_decay": 0.0}
@@ -122,9 +126,10 @@ def number(key: str, value: Any, default: float) -> float:
 
 
 def adapted_of(lora: Any, rank: int, model: str) -> Adapted:
-    """Return what a client's lora_config asks for. Without a seed, it follows from the model's id.
+    """Return the adapters that a client's lora_config asks for.
 
-    rank: the engine's, 0 if it trains whole models.
+    If the config has no seed, the seed is derived from the model's id. rank: the engine's LoRA rank, which is the
+    largest allowed; 0 if the engine trains whole models.
     """
     seed = zlib.crc32(model.encode()) >> 1
     if rank == 0:

@@ -1,4 +1,4 @@
-"""Append-only files of what a training server has accepted, so that a restarted server knows it.
+"""Append-only files of what a training server has accepted, from which a restarted server continues.
 
 A record is an event in JSON and a body of bytes, written before the client hears that its request was accepted. Once
 written, it survives the process, but not a power failure. A record that the process's end cut off is dropped when the
@@ -15,15 +15,15 @@ from pathlib import Path
 from typing import Any
 
 _HEAD = struct.Struct("<4sIQI")
-"""Magic, bytes of the event, bytes of the body, CRC-32 of both."""
+"""Record header: magic, size of the event, size of the body (both in bytes), CRC-32 of both."""
 _MAGIC = b"mts1"
 
 
 class JournalFile:
-    """One file, open for appending.
+    """A journal file that is open for appending.
 
     journal = JournalFile(path)
-    for event, body in journal.records: ...  # what was in it
+    for event, body in journal.records: ...  # the records that were already in the file
     journal.add({"kind": "session", "id": "a"})
     """
 
@@ -35,7 +35,7 @@ class JournalFile:
         os.ftruncate(self._file, end)
 
     def add(self, event: dict[str, Any], body: bytes = b"") -> None:
-        """Write a record. Raises OSError if it cannot be written whole; the file then ends before it."""
+        """Append a record. If it cannot be written completely, remove what was written of it and raise OSError."""
         said = json.dumps(event, separators=(",", ":")).encode()
         head = _HEAD.pack(_MAGIC, len(said), len(body), zlib.crc32(body, zlib.crc32(said)))
         end = self.size
@@ -56,7 +56,7 @@ class JournalFile:
 
 
 def read(path: Path) -> tuple[list[tuple[dict[str, Any], bytes]], int]:
-    """Return the file's whole records, and where they end. A file that does not exist has none."""
+    """Return the file's complete records, and the offset at which the last one ends. A missing file has no records."""
     content = path.read_bytes() if path.exists() else b""
     records, end = [], 0
     while (start := end + _HEAD.size) <= len(content):

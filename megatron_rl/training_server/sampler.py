@@ -23,7 +23,7 @@ from megatron_rl.training_server.wire import Reply, Sampled, Top
 FIRST_RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 TIMEOUT_S = 3600.0
 SGLANG_PLACES = 2
-"""Adapters that an SGLang server can use at once: its --max-loras-per-batch, see servers/server_process.py."""
+"""Number of adapters that an SGLang server can use at once: its --max-loras-per-batch (servers/server_process.py)."""
 BASE = ""
 """Name of the weights that a server starts with."""
 
@@ -34,7 +34,12 @@ class SamplingFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """One request. options: as in SGLang's sampling_params. top_prompt, top_reply: most likely tokens per position."""
+    """One sampling request.
+
+    options: named as in SGLang's sampling_params. replies: number of replies. wants_prompt: whether to return the
+    prompt's log-probabilities. top_prompt, top_reply: number of most likely tokens to return for each position of the
+    prompt and of the replies.
+    """
 
     ids: list[int]
     options: dict[str, Any]
@@ -46,7 +51,11 @@ class Sampling:
 
 @dataclass(eq=False)
 class Server:
-    """One rollout server. users: requests in flight by the name of their weights, in the order of last use."""
+    """A rollout server, and the weights that are loaded on it.
+
+    loaded: name of the weights -> number of requests that use them, most recently used last. pid: id of the server's
+    process.
+    """
 
     url: str
     pid: int = 0
@@ -56,11 +65,11 @@ class Server:
 
 
 class Sampler:
-    """Samples with saved weights on the rollout servers. Belongs to the event loop that calls it.
+    """Samples from the rollout servers with saved weights. All calls must come from one event loop.
 
-    starts: returns {URL: process id} of the servers; a server with another id has lost its weights. is_whole: weights
-    are whole models, not adapters. base: folder of the model that the servers start with. patience_s: how long to wait
-    for a server that is restarted.
+    starts: returns {URL: process id} of the running servers. A server whose process id has changed has lost its
+    weights. is_whole: the weights are whole models, not adapters. base: folder of the model that the servers start
+    with. patience_s: how long to retry while no server answers.
     """
 
     def __init__(
@@ -86,9 +95,10 @@ class Sampler:
             await self._client.close()
 
     async def sample(self, weights: Path | None, asked: Sampling) -> Sampled:
-        """Sample with weights that were saved into a folder, or with the base model.
+        """Sample with the weights in a folder, or with the base model if `weights` is None.
 
-        Raises ValueError for a request that a server refuses, and SamplingFailed.
+        Raises ValueError if a server refuses the request, and SamplingFailed if no server answers for `patience_s`
+        seconds.
         """
         deadline, failures = time.monotonic() + self._patience_s, 0
         while True:
@@ -103,7 +113,7 @@ class Sampler:
 
     @contextlib.asynccontextmanager
     async def _server_with(self, weights: Path | None) -> AsyncIterator[tuple[Server, str]]:
-        """Yield a server that has these weights, and their name there. They stay loaded until the block ends."""
+        """Yield a server that has these weights loaded, and their name there. They stay loaded until the block ends."""
         name, has_waited = BASE if weights is None else str(weights), False
         while True:
             server = self._choose(name)
@@ -141,7 +151,7 @@ class Sampler:
         return min(servers, key=lambda server: (name not in server.loaded, sum(server.loaded.values())))
 
     async def _make_room(self, server: Server) -> bool:
-        """Unload weights that nobody uses until a place is free. Return False if all are used."""
+        """Free a place on the server by unloading weights that no request uses. Return False if all are in use."""
         held = [name for name in server.loaded if name != BASE or not self._has_base_beside]
         if len(held) < self._places:
             return True

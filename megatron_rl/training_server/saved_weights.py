@@ -17,7 +17,7 @@ from typing import Any
 from megatron_rl.training_server.client_sessions import Refused
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,127}")
-"""Names of saved weights. They become names of folders."""
+"""Pattern of the names of saved weights, which are also names of folders."""
 TINKER = re.compile(r"tinker://([^/]+)/(weights|sampler_weights)/([^/]+)")
 MODEL = re.compile(r"[0-9a-f]{32}:train:\d{1,9}")
 
@@ -36,13 +36,17 @@ class SavedWeights:
         self.folder = folder
 
     def folder_of(self, model: str) -> Path:
-        """Return a model's folder. Raises Refused for an id that cannot be a model's."""
+        """Return a model's folder. Raises Refused if the id does not have the form of a model's id."""
         if not MODEL.fullmatch(model):
             raise Refused(f"{model!r}: is no model of this server.", 404)
         return self.folder / model.replace(":", "-")
 
     def find(self, tenant: str, path: Any, *kinds: str) -> Path:
-        """Return the folder of saved weights of the tenant. kinds: `weights`, `sampler_weights`. Raises Refused."""
+        """Return the folder of saved weights that belong to the tenant.
+
+        path: tinker path of the weights. kinds: allowed kinds, `weights` or `sampler_weights`. Raises Refused if the
+        tenant has no such weights.
+        """
         match = TINKER.fullmatch(path) if isinstance(path, str) else None
         if match and match[2] in kinds and NAME.fullmatch(match[3]):
             folder = self.folder_of(match[1])
@@ -52,7 +56,10 @@ class SavedWeights:
         raise Refused(f"path = {path!r}: there are no such {' or '.join(kinds)}; give what a save has returned.", 404)
 
     def listed(self, tenant: str, model: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield the tenant's saved weights, (tinker path, facts), of one model or of all."""
+        """Yield (tinker path, facts) of each of the tenant's saved weights.
+
+        model: id of the only model whose weights to list; '' lists those of all.
+        """
         for file in sorted(self.folder.glob("*/model.json")):
             said = json.loads(file.read_text())
             if said["tenant"] != tenant or model not in ("", said["id"]):
@@ -67,19 +74,19 @@ class SavedWeights:
 
 
 def facts_of(folder: Path) -> dict[str, Any]:
-    """Return what was noted about saved weights; {} if there are none."""
+    """Return the facts that `note_facts` has written about saved weights; {} if there are none."""
     file = folder.with_name(f"{folder.name}.json")
     return dict(json.loads(file.read_text())) if file.is_file() else {}
 
 
 def note_facts(folder: Path, facts: dict[str, Any]) -> None:
-    """Note the facts about weights, which thereby exist, with the size of their files."""
+    """Write the facts about saved weights, and the size of their files. From then on the weights exist for clients."""
     size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     write_whole(folder.with_name(f"{folder.name}.json"), facts | {"size_bytes": size})
 
 
 def write_whole(file: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file that is whole whenever it exists."""
+    """Write a JSON file atomically, so that no reader finds a part of it."""
     aside = file.with_name(f".{file.name}")
     aside.write_text(json.dumps(content))
     aside.replace(file)

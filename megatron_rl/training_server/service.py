@@ -1,9 +1,9 @@
 """The order in which clients' requests run, and what they do.
 
-Rank 0 has one Service. Its HTTP thread accepts requests and waits for their results; its main thread runs them in the
+Rank 0 has one Service. Its HTTP thread accepts requests and waits for their results. Its main thread runs them, in the
 order of each model's sequence numbers. Models take turns: a turn ends with an optimizer step, after MOST_IN_TURN
-requests, or when the model has no request left. Forward and backward passes of other models that wait run along with
-one of the model whose turn it is, see shared_engine.py.
+requests, or when the model has no request left. A forward or backward pass of the model whose turn it is runs together
+with waiting passes of other models (shared_engine.py).
 
 A request is in its model's journal before the client hears that it was accepted. A restarted server loads the model's
 last checkpoint and runs the requests after it again, so that none is lost and no optimizer step counts twice.
@@ -32,26 +32,30 @@ from megatron_rl.training_server.shared_engine import Adapted
 logger = logging.getLogger(__name__)
 
 REST_S = 60.0
-"""After this long without a request, rank 0 wakes the other ranks, whose wait would time out at some point."""
+"""After this many seconds without a request, rank 0 calls the other ranks. Otherwise their wait for a call would time
+out."""
 QUIET_S = 600.0
-"""A session without a heartbeat for this long loses its models as soon as another client needs their place."""
+"""A session whose client has been silent for this many seconds loses its models, once another model needs their
+slots."""
 MOST_QUEUED = 4096
 MOST_QUEUED_BYTES = 512 * 1024**2
-"""Maximum bytes of one tenant's waiting requests. Further ones get status 429, and the client repeats them later."""
+"""Maximum total size of one tenant's waiting requests. Further ones get status 429, and the client repeats them
+later."""
 MOST_TRIES = 8
-"""If the server has ended this many times while it ran a request, the restarted server gives the request up."""
+"""A request during which the server has ended this many times is not run again, but fails."""
 MOST_IN_TURN = 8
 """Maximum number of requests in a model's turn."""
 MOST_TOGETHER = 16
 """Maximum number of models whose passes run together."""
 MOST_JOURNAL_BYTES = 256 * 1024**2
-"""After this many bytes of new requests a model gets a checkpoint, even if it makes no optimizer step."""
+"""A model gets a checkpoint after this many bytes of new requests, even if it has made no optimizer step."""
 
 
 class Service:
-    """Models of all tenants, and the requests to them.
+    """The models of all tenants, and the requests to them.
 
-    slots: number of models that the engine holds. checkpoint_every: optimizer steps of a model between its checkpoints.
+    slots: number of models that the engine holds. checkpoint_every: number of a model's optimizer steps between two of
+    its checkpoints.
     """
 
     def __init__(
@@ -86,7 +90,10 @@ class Service:
     # -- the HTTP thread
 
     def create_model(self, tenant: str, body: dict[str, Any], kind: str = "create") -> str:
-        """Accept a new model and return the request's id. kind: `create`, or `load` for one from saved weights."""
+        """Accept the request to make a new model, and return the request's id.
+
+        kind: `create` for a fresh model, `load` for one from saved weights.
+        """
         session = self.sessions.get(tenant, body.get("session_id"))
         number = body.get("model_seq_id")
         if type(number) is not int or number < 0:
@@ -111,7 +118,11 @@ class Service:
             return self.submit(tenant, name, 0, kind, body)
 
     def submit(self, tenant: str, name: Any, seq: Any, kind: str, event: dict[str, Any], body: bytes = b"") -> str:
-        """Accept a request to a model and return its id. A request that is sent again has the same id and runs once."""
+        """Accept a request to the model `name` and return the request's id.
+
+        seq: the request's number among those to the model. event: the client's JSON body. body: the client's protocol
+        buffer, if the request has one. A request that is sent again gets the same id and runs only once.
+        """
         with self._changed:
             model = self.model(tenant, name)
             if type(seq) is not int or not 0 <= seq < 2**31:
@@ -134,7 +145,7 @@ class Service:
         return found
 
     def future(self, tenant: str, request_id: str) -> tuple[Future[Result], Model]:
-        """Return the future of a request to a model, by the id that `submit` gave it."""
+        """Return the future of a request's result, and the request's model. request_id: as returned by `submit`."""
         name, _, seq = request_id.rpartition(":")
         model = self.model(tenant, name)
         if not seq.isdecimal() or int(seq) not in model.futures:
@@ -145,7 +156,7 @@ class Service:
     # -- the main thread
 
     def run(self) -> None:
-        """Run requests until `stop`. Rank 0's main thread calls this."""
+        """Run requests until `stop` is called. Only the main thread of rank 0 calls this."""
         self._resume_all()
         while chosen := self._next():
             with self._changed:
@@ -166,7 +177,10 @@ class Service:
             self._changed.notify_all()
 
     def _next(self) -> list[tuple[Model, Request]]:
-        """Wait for a request that can run, and return it with those that run along. Return [] after `stop`."""
+        """Wait for a request that can run. Return it, and the passes of other models that run together with it.
+
+        Returns [] after `stop`.
+        """
         with self._changed:
             while not self._is_stopping:
                 self._end_finished()
@@ -184,7 +198,7 @@ class Service:
             return []
 
     def _along_with(self, first: Model) -> list[Model]:
-        """Return the models whose next request runs in one pass with that of `first`."""
+        """Return the other models whose next request can run in one pass with that of `first`."""
         if not self._may_run_with_others(first):
             return []
         others = [model for model in self.models.values() if model is not first and self._may_run_with_others(model)]
@@ -200,7 +214,7 @@ class Service:
         return model.head is not None and (model.is_placed or self._has_slot())
 
     def _has_slot(self) -> bool:
-        """Return True if a model can be placed, if need be after ending one whose client is gone."""
+        """Return True if a slot is free. If none is, first try to end an idle model whose client is gone."""
         while sum(model.is_placed for model in self.models.values()) >= self.slots:
             quiet = time.monotonic() - self.quiet_s
             idle = [model for model in self.models.values() if model.is_placed and model.head is None]
@@ -215,7 +229,7 @@ class Service:
             self._end(model)
 
     def _end(self, model: Model) -> None:
-        """Forget a model whose session is over. What the client has saved by name stays."""
+        """End a model and free its slot. Weights that its client has saved by name stay."""
         self.sessions.note_ended(model.id)
         if self._turn is model:
             self._turn = None
@@ -225,7 +239,11 @@ class Service:
         model.close()
 
     def _is_due(self, model: Model, request: Request) -> bool:
-        """Return True if a checkpoint is due: after a load, every few optimizer steps, and if the journal has grown."""
+        """Return True if the model needs a checkpoint after this request.
+
+        That is the case after a load, after every `checkpoint_every` optimizer steps, and if the journal has grown too
+        large. A model with gradients that wait for an optimizer step gets none.
+        """
         model.steps += request.kind == "optim_step"
         state = self.ranks.models.get(model.id)
         if state is None or state.gradients is not None:
@@ -236,7 +254,7 @@ class Service:
     # -- what requests do
 
     def _results(self, chosen: list[tuple[Model, Request]]) -> list[Result]:
-        """Run requests: one, or passes of several models together."""
+        """Run one request, or the passes of several models together. Return one result per request."""
         if len(chosen) == 1:
             return [self._result(*chosen[0])]
         asked: dict[int, wire.ForwardBackward] = {}
@@ -262,7 +280,7 @@ class Service:
             return _failure(model, request, error)
 
     def _asked(self, model: Model, request: Request) -> wire.ForwardBackward:
-        """Return the pass that a request asks for, with its data checked."""
+        """Decode the forward or backward pass that a request asks for, and check its data. Raises ValueError."""
         asked = wire.read_forward_backward(request.body)
         data = checks.checked_data(asked.data, asked.loss, asked.options, vocab=self.vocab, longest=self.longest)
         return replace(asked, model_id=model.id, data=data)
@@ -327,7 +345,10 @@ class Service:
         return json_result(type="save_weights_for_sampler", sampling_session_id=sampler)
 
     def _resume_all(self) -> None:
-        """Put the models with a checkpoint back into the engine. Those without one begin with their first request."""
+        """Load every model that has a checkpoint back into the engine.
+
+        A model without a checkpoint is created again by its first request.
+        """
         for model in list(self.models.values()):
             if model.adapted is None:
                 continue

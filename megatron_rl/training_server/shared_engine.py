@@ -1,11 +1,12 @@
 """One engine for the models of several clients: adapters on one base, or whole models in turn.
 
-A model is its weights, its optimizer's state and the gradients that wait for its next optimizer step. One model
-occupies Megatron's own tensors. The others are kept on the device as long as there is room, else in host memory.
+A model is its weights, its optimizer's state and the gradients that wait for its next optimizer step. One model, the
+occupant, is in Megatron's own tensors. The others are kept on the device as long as there is room, else in host memory.
 
 Passes of several models with adapters run as one: Megatron's schedule gets the microbatches of all of them. Each
-microbatch has the rows of one model, as if that were alone, so its results are the same to the bit. With rows of
-several models they might not be: the last bits of a matrix product's row may depend on the number of rows.
+microbatch has only rows of one model, so its results are bit-identical to those of a pass of this model alone. If it
+had rows of several models, they might not be: the last bits of a row of a matrix product may depend on the number of
+rows.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ TARGETS = "target_tokens"
 
 @dataclasses.dataclass(frozen=True)
 class Adapted:
-    """The adapters that a client asked for. rank 0: it trains the whole model."""
+    """The adapters that a client asked for. rank 0: there are none, and the client trains the whole model."""
 
     rank: int
     seed: int
@@ -52,7 +53,7 @@ class Adapted:
 
 @dataclasses.dataclass(frozen=True)
 class AdamStep:
-    """Options of one optimizer step. `clip` 0 clips nothing."""
+    """Options of one optimizer step. clip: maximum gradient norm; 0 disables clipping."""
 
     lr: float
     betas: tuple[float, float]
@@ -65,8 +66,9 @@ class AdamStep:
 class ModelState:
     """A client's model.
 
-    kept: this rank's part of weights and optimizer, or None while the model occupies the engine. steps: an optimizer's
-    counts by group. gradients: sums since the last optimizer step, or None.
+    kept: copy of this rank's part of the weights and the optimizer's state; None while the model occupies the engine.
+    steps: the step count of each of the optimizer's parameter groups, valid while `kept` is set. gradients: sums since
+    the last optimizer step; None if there are none.
     """
 
     adapted: Adapted
@@ -77,7 +79,10 @@ class ModelState:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """The loss of a model on some data. The data's targets all have the shape `[T]`, or all `[T, K]`."""
+    """A forward or backward pass of one model: its data and its loss.
+
+    The targets of all data have the shape `[T]`, or all have `[T, K]`.
+    """
 
     model: ModelState
     data: list[Datum]
@@ -85,7 +90,9 @@ class Pass:
 
 
 class SharedEngine(MegatronEngine):
-    """Collective: every rank calls every method, with the same arguments.
+    """An engine that several clients' models share.
+
+    Collective: every rank calls every method, with the same arguments.
 
     engine = SharedEngine(config.actor)
     engine.initialize()
@@ -107,7 +114,7 @@ class SharedEngine(MegatronEngine):
         self._first = [tensor.to("cpu", copy=True) for tensor in self._own()] if self.adapters is None else []
 
     def _own(self) -> list[Tensor]:
-        """Return all tensors that differ from model to model, besides gradients, in an order that loading keeps."""
+        """Return all tensors, apart from gradients, that differ from model to model. Their order is always the same."""
         trained = self.parameters() if self.adapters is None else self.adapters.parameters
         found = [parameter.data for parameter in trained if parameter.requires_grad]
         storages = {weight.untyped_storage().data_ptr() for weight in found}
@@ -123,7 +130,11 @@ class SharedEngine(MegatronEngine):
     # -- models
 
     def new_model(self, adapted: Adapted) -> ModelState:
-        """Start a model: adapters that change nothing yet, or the base's own weights, with Adam's state at 0."""
+        """Put a new model into the engine, with Adam's state at 0.
+
+        The model's adapters do not yet change the base's outputs. If the engine trains whole models, the model has the
+        base's weights.
+        """
         self._leave()
         self.occupant = ModelState(adapted)
         if self.adapters is None:
@@ -141,11 +152,17 @@ class SharedEngine(MegatronEngine):
             self.occupant = None
 
     def is_at_hand(self, model: ModelState) -> bool:
-        """Return True if `compute` can run the model together with others: it is on the device, and has adapters."""
+        """Return True if `compute` can run the model together with others.
+
+        The model must be on the device, and the engine must train adapters.
+        """
         return self.adapters is not None and (model is self.occupant or model in self._waiting)
 
     def occupy(self, model: ModelState) -> None:
-        """Put `model` into Megatron's tensors, and keep the one that was in them."""
+        """Copy `model` into Megatron's tensors.
+
+        The model that was in them is first copied to the device or host memory.
+        """
         if self.occupant is model:
             return
         self._waiting.discard(model)
@@ -178,7 +195,7 @@ class SharedEngine(MegatronEngine):
         return self.config.lora.alpha / adapted.rank
 
     def _forget_moments(self) -> None:
-        """Set Adam's state to that before the first step, and its main parameters to the weights."""
+        """Reset Adam's state to that before the first step, and copy the weights to the main parameters."""
         for part in self.optimizer.chained_optimizers:
             if part.optimizer is None:  # this rank has no parameters of this kind
                 continue
@@ -192,10 +209,11 @@ class SharedEngine(MegatronEngine):
     # -- computing
 
     def compute(self, passes: Sequence[Pass], *, with_gradients: bool) -> list[tuple[float, list[Tensor]]]:
-        """Compute passes of different models, as one if there are several, which must then be at hand.
+        """Compute the passes of different models, in one run of the schedule.
 
-        Returns, for each, the loss and each datum's log-probabilities, in the shape of its targets. with_gradients: add
-        the gradient of each loss to its model's, unless an error is raised.
+        If there are several, all their models must be at hand. Returns for each pass the loss, and each datum's
+        log-probabilities in the shape of its targets. with_gradients: add each loss's gradient to its model's
+        gradients. If an error is raised, none is added.
         """
         for one in passes:
             if not self.is_at_hand(one.model):
@@ -233,7 +251,10 @@ class SharedEngine(MegatronEngine):
         *,
         with_gradients: bool,
     ) -> list[Any]:
-        """Run the schedule once, each microbatch with the adapters of its pass. number_of: id of microbatch -> pass."""
+        """Run the schedule once. Each microbatch is computed with the adapters of its pass.
+
+        number_of: id() of a microbatch -> index of its pass.
+        """
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()  # gradients of the last step, which are views of the buffers
@@ -250,7 +271,7 @@ class SharedEngine(MegatronEngine):
         reduce = self.tf_config.finalize_model_grads_func
 
         def complete(chunks: list[Any], weight: Tensor, **options: Any) -> None:
-            """Reduce the gradients of each pass over the ranks, as if it were alone, and add them to its model's."""
+            """Reduce the gradients of each pass over the ranks separately, and add them to its model's gradients."""
             for one, parts in zip(passes, sums, strict=True):
                 if self.adapters is not None:
                     for chunk in self.wrapped:
@@ -269,9 +290,10 @@ class SharedEngine(MegatronEngine):
                 self.adapters.give_back()
 
     def _parts_of(self, model: ModelState, sums: list[Tensor] | None) -> list[Tensor]:
-        """Return a model's adapters as leaves that share its memory.
+        """Return a model's adapters as autograd leaves that share the memory of the adapters.
 
-        sums: if given, an empty list that is filled with the sums to which the leaves' gradients will be added.
+        sums: None, or an empty list. It is filled with one tensor per leaf, to which the leaf's gradients will be
+        added.
         """
         assert self.adapters is not None
         own = self.adapters.parameters
@@ -303,7 +325,7 @@ class SharedEngine(MegatronEngine):
     def _last_stage_of_several(
         self, hidden: Tensor, microbatch: MicroBatch, packed: PackedRows
     ) -> tuple[Tensor, Tensor, Any]:
-        """Compute the cross entropy of several targets of each token, one after the other."""
+        """Compute the cross entropy of tokens with several targets each, one target after the other."""
         rows = one_copy(dict(microbatch.rows.items()), self.device)
         columns: list[Tensor] = []
         weights: list[Tensor] = []
@@ -324,7 +346,10 @@ class SharedEngine(MegatronEngine):
         microbatches: list[MicroBatch],
         rows: list[Tensor],
     ) -> list[Tensor]:
-        """Return each datum's log-probabilities. rows: those of this rank's microbatches; [] on earlier stages."""
+        """Return each datum's log-probabilities.
+
+        rows: log-probabilities of each of this rank's microbatches; [] on earlier pipeline stages.
+        """
         width = data[0].inputs[TARGETS].shape[1:]
         columns = []
         for place in [(slice(None), number) for number in range(width[0])] if width else [slice(None)]:
@@ -334,7 +359,7 @@ class SharedEngine(MegatronEngine):
         return [part[1:] for part in torch.split(of_tokens, batch.lengths.tolist())]
 
     def _pack(self, batch: TrajectoryBatch, *, final_rows: bool) -> list[MicroBatch]:
-        """Take the labels from the targets, which need not be the next tokens."""
+        """Pack the batch, with the clients' targets as labels. These need not be the next tokens."""
         microbatches = super()._pack(batch, final_rows=final_rows)
         for microbatch in microbatches:
             labels = microbatch.rows["labels"]
@@ -343,9 +368,9 @@ class SharedEngine(MegatronEngine):
         return microbatches
 
     def optimizer_step(self, model: ModelState, step: AdamStep) -> tuple[bool, float]:
-        """Apply the model's gradients unless they are NaN or infinite, and forget them.
+        """Take an optimizer step with the model's gradients unless they are NaN or infinite, and discard them.
 
-        Returns whether they were applied, and their norm before clipping.
+        Returns whether the step was taken, and the gradients' norm before clipping.
         """
         self.occupy(model)
         self._activate()
@@ -364,12 +389,15 @@ class SharedEngine(MegatronEngine):
     # -- files
 
     def save_model(self, model: ModelState, folder: Path) -> None:
-        """Write weights and optimizer. The folder appears under its name when it is complete."""
+        """Write the model's weights and optimizer state. The folder appears under its name only once it is complete."""
         self.occupy(model)
         self.save(folder, with_optimizer=True)
 
     def load_model(self, model: ModelState, folder: Path, *, with_optimizer: bool) -> None:
-        """Load what `save_model` wrote. Without the optimizer, Adam starts anew. Gradients are forgotten."""
+        """Load a folder that `save_model` has written, and discard the model's gradients.
+
+        with_optimizer: False leaves the saved optimizer state out, so that Adam starts anew.
+        """
         self.occupy(model)
         model.gradients = None
         self.load(folder, with_optimizer=with_optimizer)
@@ -377,7 +405,7 @@ class SharedEngine(MegatronEngine):
             self._forget_moments()
 
     def export_model(self, model: ModelState, folder: Path) -> None:
-        """Write the weights for a rollout server: adapters in PEFT's format, or a whole Hugging Face folder."""
+        """Write the model's weights for a rollout server: adapters in PEFT's format, or else a Hugging Face folder."""
         self.occupy(model)
         self._activate()
         if self.adapters is None:
@@ -397,23 +425,26 @@ class SharedEngine(MegatronEngine):
 
 
 def _divides_nothing(rows: Mapping[str, Tensor]) -> Tensor:
-    """Return the loss weight 0, by which the engine divides nothing: the client's losses are sums."""
+    """Return 0 as the loss weight, so that the engine does not divide the loss: clients' losses are sums."""
     return torch.zeros((), dtype=torch.int)
 
 
 def column_of(name: str, number: int) -> str:
-    """Return the name of a batch's column with one of several numbers of each token."""
+    """Return the name of the batch column that holds number `number` of a token's several values of an input."""
     return f"{name}.{number}"
 
 
 def _main_grad(parameter: Tensor) -> Tensor:
-    """Return Megatron's sum of the parameter's gradients, a view of a buffer."""
+    """Return the buffer view in which Megatron sums the parameter's gradients."""
     found: Tensor = parameter.main_grad  # type: ignore[attr-defined]
     return found
 
 
 def _adding_to(total: Tensor) -> Callable[[Tensor], None]:
-    """Return a hook that moves a leaf's gradient into `total`, as Megatron's do: in the dtype of the sum."""
+    """Return a hook that adds a leaf's gradient to `total`, in the dtype of `total`, and clears it.
+
+    Megatron's own hooks do the same.
+    """
 
     def add(leaf: Tensor) -> None:
         assert leaf.grad is not None
@@ -428,9 +459,9 @@ def _known(tokens: Tensor, _: TrajectoryBatch) -> Tensor:
 
 
 def batch_of(data: list[Datum]) -> TrajectoryBatch:
-    """Return the data as trajectories of T + 1 tokens, whose entries t + 1 describe the targets of tokens t.
+    """Return each datum as a trajectory of T + 1 tokens. Entry t + 1 of its columns describes the target of token t.
 
-    An input of the shape `[T, K]` becomes K columns, see `column_of`.
+    An input of the shape `[T, K]` becomes K columns (see `column_of`).
     """
     parts = [(datum.tokens, datum.inputs[TARGETS].view(len(datum.tokens), -1)[-1:, 0]) for datum in data]
     tokens = {"input_ids": torch.cat([part for pair in parts for part in pair])}
@@ -445,14 +476,15 @@ def batch_of(data: list[Datum]) -> TrajectoryBatch:
 
 
 def cut_to_rank(name: str, tensor: Tensor, rank: int) -> Tensor:
-    """Return an adapter's tensor without the rows or columns that pad it to the engine's rank."""
+    """Remove the rows or columns that pad an adapter's tensor to the engine's rank. rank: the adapter's own rank."""
     return (tensor[:rank] if name.endswith("lora_A.weight") else tensor[:, :rank]).contiguous()
 
 
 class PaddedAdapters:
-    """A client's first adapters, padded with zeros to the engine's rank, and zero for matrices that it leaves out.
+    """The initial adapters of a client's new model, padded with zeros to the engine's rank.
 
-    If rows of lora_A and columns of lora_B are both zero, so are their gradients, and they stay zero.
+    Adapters of matrices that the client does not train are all zero. If rows of lora_A and the same columns of lora_B
+    are both zero, so are their gradients, and they stay zero.
     """
 
     def __init__(self, arch: Architecture, lora: LoraConfig, adapted: Adapted) -> None:

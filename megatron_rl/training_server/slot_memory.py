@@ -1,7 +1,7 @@
 """Computes from the plan's figures how many clients' models fit into the memory of a rank.
 
-One model occupies the engine. The others are kept on the device, as far as the base, an update and the plan's reserves
-leave room, and then in host memory. Without a GPU, both are the same.
+One model occupies the engine. The others are kept on the device if the base, an update and the plan's reserves leave
+room there, and otherwise in host memory. Without a GPU, the device's memory is host memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ CGROUP = Path("/sys/fs/cgroup")
 
 @dataclass(frozen=True)
 class Room:
-    """Numbers of models that can be kept in addition to the occupant. model_bytes: memory of one in host memory."""
+    """Numbers of models for which there is room on the device and in host memory, in addition to the occupant.
+
+    model_bytes: bytes that one model takes in host memory.
+    """
 
     on_device: int
     in_host: int
@@ -41,7 +44,10 @@ class Room:
 def room_of(
     config: TrainConfig, arch: Architecture, *, world_size: int, local_ranks: int, device_bytes: float | None
 ) -> Room:
-    """Return the room on this rank, whose engine is built. device_bytes: memory of its GPU, or None without one."""
+    """Compute the room for models on this rank. The engine must be built already, so that free memory excludes it.
+
+    local_ranks: ranks of this host. device_bytes: memory of this rank's GPU; None without a GPU.
+    """
     policy = Model("policy", arch, config.actor, megatron=config.megatron)
     kept = gathered = 0.0
     for stage in range(config.parallel.pipeline):
@@ -61,7 +67,10 @@ def room_of(
 
 
 def slots_of(given: int | None, room: Room, config: TrainConfig) -> int:
-    """Return the number of slots: the given one, or by default as many as fit. Raises ValueError if more are given."""
+    """Return the number of slots: `given`, or if that is None, a default that fits into the room.
+
+    Raises ValueError if `given` exceeds the room.
+    """
     if given is None:  # a whole model is as large as the base, and clients rarely expect to share a server for them
         return min(room.slots, MOST_BY_DEFAULT) if config.lora.rank else 1
     if given > room.slots:
@@ -75,7 +84,7 @@ def slots_of(given: int | None, room: Room, config: TrainConfig) -> int:
 
 
 def free_host_bytes() -> float:
-    """Return the free memory of this host, or that of this process's container if it is less."""
+    """Return this host's free memory in bytes, or that of this process's container if it is less."""
     free = float(psutil.virtual_memory().available)
     limit, used = (CGROUP / name for name in ("memory.max", "memory.current"))
     if limit.is_file() and (most := limit.read_text().strip()) != "max":
@@ -84,7 +93,7 @@ def free_host_bytes() -> float:
 
 
 def _batch(config: TrainConfig, arch: Architecture) -> BatchPlan:
-    """Return a step of full microbatches, more than a pipeline has stages."""
+    """Return the plan of a step whose microbatches are full and outnumber the pipeline's stages."""
     longest = arch.max_positions
     if not config.batch.allow_longer_sequences:
         longest = min(longest, config.batch.tokens_per_microbatch)

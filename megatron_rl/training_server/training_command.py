@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from megatron_rl.training_server.ranks import Ranks
 
 PREFIX = "tml-"
-"""The client refuses API keys that begin otherwise."""
+"""Prefix of API keys. The client refuses keys without it."""
 UNUSED = {"data.train": "no-data", "algo.advantage": "reinforce"}
-"""Keys that a run needs, with a value that every config may have; this server does not read them."""
+"""Config keys that a training run requires and this server does not read -> a valid value for them."""
 OFFLOAD = "optimizer.megatron.optimizer_cpu_offload"
 
 
@@ -128,7 +128,10 @@ def config_for(args: argparse.Namespace) -> TrainConfig:
 
 
 def tokens_of(args: argparse.Namespace, folder: Path) -> dict[str, str]:
-    """Return {API key: tenant}. Each key is in a file of mode 600, which is made if needed. Raises ValueError."""
+    """Return {API key: tenant}. The keys are read from files. A missing file is created, with a new key and mode 600.
+
+    Raises ValueError if a key is invalid, or two tenants have the same one.
+    """
     files = {"default": str(folder / "api_key")}
     if args.tenants is not None:
         files = json.loads(args.tenants.read_text(encoding="utf-8"))
@@ -139,7 +142,7 @@ def tokens_of(args: argparse.Namespace, folder: Path) -> dict[str, str]:
 
 
 def api_key(file: Path, key: str = "api_key") -> str:
-    """Return the API key in a file. If there is no file, write one with a new key."""
+    """Return the API key in a file. If there is no file, create it with a new key. key: option's name for errors."""
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
         with open(os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as new:
@@ -151,7 +154,7 @@ def api_key(file: Path, key: str = "api_key") -> str:
 
 
 def serve(args: argparse.Namespace, config: TrainConfig, ranks: Ranks) -> None:
-    """Serve until SIGTERM or Ctrl-C. Rank 0 alone calls this."""
+    """Serve clients until SIGTERM or Ctrl-C. Only rank 0 calls this."""
     from megatron_rl.servers.supervisor import Supervisor
     from megatron_rl.training_server.http_api import TrainingAPI, serving
     from megatron_rl.training_server.sampler import Sampler

@@ -18,12 +18,12 @@ from torch import Tensor
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
 FLOAT32, INT64, INT32 = 1, 2, 3
-"""Numbers of the dtypes on the wire."""
+"""Numbers that stand for dtypes in the messages."""
 DTYPES = {FLOAT32: np.float32, INT64: np.int64, INT32: np.int32}
 NO_LOGPROB = float("nan")
 MOST_DIMENSIONS = 2
 MOST_CELLS = 2**26
-"""Maximum number of cells of one tensor. A sparse tensor's empty cells count too."""
+"""Maximum number of cells of one tensor. A sparse tensor's empty cells count as well."""
 
 
 @dataclass
@@ -40,7 +40,7 @@ class Datum:
 
 @dataclass
 class ForwardBackward:
-    """A request to compute a loss, and its gradient unless `forward_only`."""
+    """A request to compute a loss and, unless `forward_only`, its gradient."""
 
     model_id: str
     seq_id: int
@@ -54,7 +54,10 @@ class ForwardBackward:
 
 
 def read_forward_backward(body: bytes) -> ForwardBackward:
-    """Decode the request. Raises ValueError for a body that is no such message, or has parts that are not supported."""
+    """Decode the request for a forward or backward pass.
+
+    Raises ValueError if the body is no such message, or has parts that this server does not support.
+    """
     request = ForwardBackward("", 0, [], "", {}, False)
     for number, value in fields(memoryview(body)):
         if number == 1:
@@ -94,7 +97,10 @@ def read_datum(message: memoryview, number: int) -> Datum:
 
 
 def read_tensor(message: memoryview, key: str) -> Tensor:
-    """Decode a tensor, also one in compressed sparse rows, with its shape. Empty cells of those are 0."""
+    """Decode a tensor, which may be dense or in compressed sparse rows. key: its name for error messages.
+
+    Empty cells of a sparse tensor become 0.
+    """
     dense, sparse, dtype, shape = memoryview(b""), None, 0, []
     for number, value in fields(message):
         if number == 1:
@@ -122,9 +128,10 @@ def read_tensor(message: memoryview, key: str) -> Tensor:
 
 
 def dense_matrix(key: str, rows: Tensor, columns: Tensor, values: Tensor, shape: list[int]) -> Tensor:
-    """Return the matrix whose compressed sparse rows these are. rows: where each row begins in `values`, and the end.
+    """Convert compressed sparse rows to a dense matrix. Raises ValueError if they do not describe one.
 
-    torch's own tensors of this kind warn of their beta state.
+    rows: index in `values` at which each row begins, and last the number of values. key: the tensor's name for error
+    messages. torch's own sparse tensors are not used, because they print a warning that they are in beta.
     """
     counts = rows.diff()
     fits = len(shape) == 2 and len(rows) == shape[0] + 1 and rows[0] == 0 and bool((counts >= 0).all())
@@ -142,13 +149,16 @@ def array(content: memoryview, dtype: int) -> Tensor:
 
 
 def read_entry(message: memoryview) -> tuple[str, Any]:
-    """Decode one entry of a map."""
+    """Decode one entry of a map, and return its key and its undecoded value."""
     entry = dict(fields(message))
     return text(entry.get(1, memoryview(b""))), entry.get(2, memoryview(b""))
 
 
 def fields(message: Any) -> Iterator[tuple[int, Any]]:
-    """Iterate over a message's fields: (number, int, or the bytes of a text, tensor, message or double)."""
+    """Yield (field number, value) for each field of a message.
+
+    A value is an int if the wire type is VARINT. Otherwise it is the field's undecoded bytes.
+    """
     if not isinstance(message, memoryview):
         raise ValueError("the body is no message of tinker_public.proto: a message was expected, and a number came.")
     at = 0
@@ -172,7 +182,7 @@ def fields(message: Any) -> Iterator[tuple[int, Any]]:
 
 
 def varint(message: memoryview, at: int) -> tuple[int, int]:
-    """Return a number and the place after it."""
+    """Decode the number at offset `at`. Return it and the offset after it."""
     number = shift = 0
     while at < len(message) and shift < 64:
         byte = message[at]
@@ -229,7 +239,10 @@ def _varint(number: int) -> bytes:
 
 
 def forward_backward_response(outputs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """Encode the result of a pass. outputs: each datum's log-probabilities of its targets, float32."""
+    """Encode the result of a pass.
+
+    outputs: each datum's log-probabilities of its targets, float32. metrics: further numbers by name.
+    """
     offsets = np.cumsum([0, *(4 * output.numel() for output in outputs)], dtype=np.int64)
     widths = {tuple(output.shape[1:]) for output in outputs}
     assert len(widths) <= 1, f"targets of {widths} columns in one request"
@@ -244,7 +257,7 @@ def forward_backward_response(outputs: Sequence[Tensor], metrics: Mapping[str, f
 
 @dataclass
 class Reply:
-    """One sampled sequence, with a log-probability for each id. is_cut_off: it ended at its maximum length."""
+    """A sampled sequence. logprobs: one for each of `ids`. is_cut_off: the sequence ended at its maximum length."""
 
     ids: list[int]
     logprobs: list[float]
@@ -252,15 +265,16 @@ class Reply:
 
 
 Top = list[list[tuple[int, float]] | None]
-"""The most likely tokens of each position, (id, log-probability), or None."""
+"""For each position, the most likely tokens as (id, log-probability), or None if the server reports none."""
 
 
 @dataclass
 class Sampled:
-    """Sampled sequences.
+    """The answer to a sampling request.
 
-    prompt: log-probability of each token of the prompt, None for tokens without one. cached: tokens of the prompt whose
-    keys were reused. top: the most likely tokens of the prompt's positions. tops: those of each reply.
+    prompt: log-probability of each prompt token; None for tokens without one. cached: number of prompt tokens whose
+    keys and values the server reused. top: the most likely tokens at each position of the prompt. tops: the same for
+    each reply.
     """
 
     replies: Sequence[Reply]
@@ -283,7 +297,8 @@ def sample_response(sampled: Sampled) -> bytes:
 
 
 EMPTY = (0, -99999.0)
-"""What fills the places of positions without tokens, for the client to recognize."""
+"""Token id and log-probability that fill empty places, so that all positions have equally many. The client recognizes
+them."""
 
 
 def _top(top: Top) -> bytes:
