@@ -61,7 +61,7 @@ class Stats:
     finished_requests: int = 0
     guessed_passes: int = 0
     right_guesses: int = 0
-    """guessed_passes and right_guesses: as in Request, summed over all requests."""
+    """guessed_passes, right_guesses: sums of the fields of these names over all requests."""
     tokens_per_s: float = 0.0
 
 
@@ -76,7 +76,8 @@ class Batcher:
 
     decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
     draft_tokens: maximum number of tokens that the draft head guesses per request before each pass. 0: no draft head.
-    tokens_per_pass: fewer tokens are guessed if a pass would read more than this many, guesses included.
+    tokens_per_pass: maximum number of tokens in a pass with guesses, over all requests. Fewer tokens are guessed to
+    stay below it.
     """
 
     def __init__(
@@ -389,7 +390,7 @@ class Batcher:
         self.kv_rows.copy_prefixes()
 
     def _longest(self) -> int:
-        """Return how many tokens a row needs for the next pass of the longest running request."""
+        """Return the number of tokens that a row must hold for the next pass over the longest running request."""
         return max((len(request.tokens) + self.draft_tokens for request in self._running), default=0)
 
     def _fit(self, rows: int, tokens: int, *, least_rows: int) -> bool:
@@ -509,7 +510,7 @@ class Batcher:
             request.done.set_result(request)
 
     def _fail(self, cause: str) -> None:
-        """Finish all accepted requests with status 500, after a turn raised.
+        """Finish all accepted requests with status 500, because a turn has raised an exception.
 
         The turn may have left queues and rows half updated, so they are reset.
         """

@@ -33,7 +33,7 @@ MOST_VALUES = 2_000_000
 MOST_QUOTES = 1_000_000
 """Limits on the opening brackets (containers), commas (values) and quotes in a body.
 
-They are counted before parsing, to estimate how many Python objects would be created.
+These characters are counted before parsing, to estimate how many Python objects would be created.
 """
 
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class RequestFailed(Exception):
-    """Ends a request with this message and this HTTP status."""
+    """Exception that ends a request with this message and this HTTP status."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)

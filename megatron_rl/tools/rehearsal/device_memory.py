@@ -48,11 +48,11 @@ class DeviceMemory:
         self._numbers: dict[int, tuple[weakref.ref, int]] = {}
         """{address of a live storage: (reference, storage number)}."""
         self._lines: list[str] = []
-        """The code line that allocated each storage, by storage number."""
+        """Entry n is the code line that allocated storage n."""
         self._parts: list[str] = []
-        """The part of each storage, one of PARTS, by storage number."""
+        """Entry n is the part, one of PARTS, to which storage n is assigned."""
         self._sizes: list[int] = []
-        """The current bytes of each storage, by storage number."""
+        """Entry n is the current size of storage n in bytes."""
         self._events = array("q")
         """Four entries per event: storage number, bytes allocated (negative if freed), kernels launched so far, phase
         number."""
@@ -133,7 +133,8 @@ class DeviceMemory:
     def _points(self, totals: list[int], names: list[str]) -> list[list[Any]]:
         """Return the timeline's points: [kernels launched, phase, bytes of each of PARTS].
 
-        Each time span yields two points: its highest and its lowest.
+        The timeline is divided into time spans. Each yields two points: the moments of its highest and its lowest
+        total.
         """
         span = max(1, -(-2 * len(totals) // MOST_POINTS))
         chosen = set()
