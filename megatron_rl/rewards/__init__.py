@@ -29,8 +29,8 @@ BRACKET = re.compile(r"\\boxed\{|[{}]")
 def exact_match(prompt: str, completions: str, *_: Any, **data: Any) -> float:
     """Return 1 if the reply's first non-blank line equals the answer, except for white space around both; else 0.
 
-    Only that line counts, because a model without a stop token continues after it (`12\\n3+4=7`). An answer of several
-    lines is compared with as many of the reply's first lines.
+    Only that line counts, because a model that knows no stop token writes further lines after it (`12\\n3+4=7`). An
+    answer of several lines is compared with as many of the reply's first lines.
     """
     answer = gold(data).strip()
     lines = answer_of(prompt, completions).strip().splitlines()[: len(answer.splitlines())]
@@ -60,7 +60,7 @@ def tagged_answer(prompt: str, completions: str, *_: Any, **data: Any) -> float:
 def right_positions(prompt: str, completions: str, *_: Any, **data: Any) -> float:
     """Return the share of positions at which reply and answer have the same character.
 
-    The share is that of the longer text's positions.
+    It is a share of the positions in the longer of the two texts.
     """
     answer = gold(data)
     right = sum(ours == wanted for ours, wanted in zip(completions, answer, strict=False))

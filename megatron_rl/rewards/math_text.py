@@ -233,7 +233,10 @@ RELATION = re.compile(r"\s*(<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))\s*")
 
 
 def as_range(text: str) -> tuple[str, str, list[str]] | None:
-    """Return variable, brackets and ends of a range, `x`, `(]` and `2`, `5` for `2 < x \\le 5`; None for other text."""
+    """Return the variable, the brackets and the ends of a range; None for any other text.
+
+    For `2 < x \\le 5` these are `x`, `(]` and the list of `2` and `5`.
+    """
     parts = RELATION.split(text)
     if len(parts) not in (3, 5) or any(not part.strip() for part in parts):
         return None

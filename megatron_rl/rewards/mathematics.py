@@ -126,7 +126,7 @@ def are_equal(wanted: str, given: str) -> bool:
 
 
 def without_name(wanted: str, given: str) -> tuple[str, str]:
-    """Remove from two answers the names of their values: `f(2) =` from f(2) = 5, and `x \\in` from x \\in [0, 1]."""
+    """Remove the names of values from two answers: `f(2) =` from f(2) = 5, and `x \\in` from x \\in [0, 1]."""
     wanted, given = (re.sub(r"^\\?[A-Za-z]+\s*\\in(?![A-Za-z])\s*", "", text) for text in (wanted, given))
     left, right = named(wanted), named(given)
     if left is not None and right is not None and key(left[0]) != key(right[0]):

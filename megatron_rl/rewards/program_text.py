@@ -40,8 +40,8 @@ count."""
 class Block:
     """A code block of a reply.
 
-    language: None if the block's fence names no language. is_closed: True if a fence ends the block. lines: numbers of
-    the block's first line and of the line after its last one.
+    language: None if the block's fence names no language. is_closed: True if a fence ends the block. lines: indices in
+    the text of the block's first line (the fence) and of the line after the block.
     """
 
     source: str
@@ -51,7 +51,7 @@ class Block:
 
 
 def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", reads_input: bool = False) -> str:
-    """Return a reply's program: the whole text if it compiles, else the fittest code block, else the whole text.
+    """Return the reply if it compiles, or else its fittest code block, or else its text after the thoughts.
 
     names: names that the program should define. prompt: the prompt's text, which may have opened the reply's thought.
     """

@@ -93,7 +93,7 @@ class DebateWorkflow(RolloutWorkflow):
         return [talk.trajectory(rewards[number], agent=number, sample=sample) for number, talk in enumerate(talks)]
 
     def _others(self, number: int, replies: list[LLMResponse]) -> list[dict[str, Any]]:
-        """Return one user message with the other agents' replies."""
+        """Return a list of one user message with the other agents' replies. number: the reading agent's number."""
         said = [
             f"{name}: {self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)}"
             for other, (name, reply) in enumerate(zip(self.agents, replies, strict=True))
