@@ -26,7 +26,7 @@ class Answer:
     message: Message
     """Assistant message in chat-completions form."""
     thoughts: str | None
-    """The reply's first thought if the API reports thoughts separately; otherwise, or without a thought, None."""
+    """The reply's first thought; None if there is none, or if the API does not report thoughts separately."""
     reply: LLMResponse
     stop: str | None = None
     """The stop string of the request that ended the reply; None if none did. The message's text does not include it."""

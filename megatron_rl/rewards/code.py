@@ -97,8 +97,8 @@ def share_passed(
 ) -> float:
     """Run the tests and return the share that passed. Without `partial`, return 0 as soon as a test fails.
 
-    is_passed: function of a test and the seconds left for it that runs the test. time_s: time limit for all tests
-    together; tests that it leaves no time for count as failed.
+    is_passed: function that runs a test, given the test and its time limit in seconds. time_s: time limit for all tests
+    together. Tests for which no time is left count as failed.
     """
     deadline, passed = time.monotonic() + time_s, 0
     for test in tests:

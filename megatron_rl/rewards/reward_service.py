@@ -109,8 +109,8 @@ class RewardService:
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> list[Score]:
         """Compute the rewards of one reply. The time limit starts once a worker is free.
 
-        RewardTimeout if it takes longer than `timeout_s`, RewardLost if the worker died, RewardFailed if a reward
-        raised.
+        RewardTimeout if the worker takes longer than `timeout_s`, RewardLost if it dies, RewardFailed if a reward
+        raises an exception.
         """
         frame, loop = self.pool.frame(arguments), asyncio.get_running_loop()
         if (queue := self._queues.get(loop)) is None:

@@ -41,7 +41,7 @@ class DebateWorkflow(RolloutWorkflow):
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """agents: name -> system message. max_tokens: maximum dialogue length of one agent, including the prompt."""
+        """agents: {name: system message}. max_tokens: maximum dialogue length of one agent, including the prompt."""
         if len(agents) < 2 or rounds < 1:
             raise ValueError(f"agents = {list(agents)}, rounds = {rounds}: a debate has 2 agents and 1 round at least.")
         self.gconfig, self.tokenizer, self.agents, self.rounds = gconfig, tokenizer, agents, rounds

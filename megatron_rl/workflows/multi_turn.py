@@ -77,8 +77,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
         max_tokens: maximum dialogue length including the prompt, at most the model's context. A dialogue that has no
         room for another reply, or has had max_turns replies, ends with the reward earned so far.
         step_timeout_s: time limit of one opening, step (including the reward function), ending or close. The limit can
-        only
-        cancel an await: an environment that blocks the event loop stalls all episodes.
+        only cancel an await: an environment that blocks the event loop stalls all episodes.
         """
         check_call(environment, 1, environment_args or {}, key="rollout.workflow_args.environment_args")
         if max_turns < 1:

@@ -33,7 +33,7 @@ template arguments of a data row."""
 REPLY, MARK = "THEREPLYSTANDSHERE", "THEMESSAGESTANDSHERE"
 """Placeholders for a reply and for a message's content. No template alters them."""
 BEFORE = ("\n", ".", "a")
-"""Texts to put in front of a text that does not begin a prompt when it is tokenized, in place of what precedes it."""
+"""A text that does not begin a prompt is tokenized behind one of these, which stands in for the preceding text."""
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError, RecursionError)
 """Exceptions that a template may raise if it does not support the messages."""
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)

@@ -22,7 +22,7 @@ PAUSE_S = 0.2
 
 
 class OpenEnvFailed(InfrastructureFailure):
-    """Raised if the server cannot be reached, has failed or died, or did not answer in time."""
+    """The server cannot be reached, has failed or died, or did not answer in time."""
 
     KIND = "openenv"
 

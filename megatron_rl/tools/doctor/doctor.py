@@ -246,7 +246,7 @@ def of_rollouts(
 def served(
     rollout: RemoteSGLangEngine, engine: MegatronEngine, generation: GenerationConfig, prompts: list[list[int]]
 ) -> list[surroundings.Reply]:
-    """Sample twice, first after publishing scaled weights, then after the right ones. Return the second replies."""
+    """Publish scaled weights and sample, then publish the right weights and sample. Return the second replies."""
     asked = replace(generation, n_samples=max(2, REPLIES // len(prompts)), max_new_tokens=REPLY_TOKENS)
     workflow = RLVRWorkflow(lambda **_: 0.0, asked, tokenizer=None)
     rows = [{"input_ids": ids} for ids in prompts]

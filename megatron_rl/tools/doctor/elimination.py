@@ -31,7 +31,7 @@ MOST_EXPERTS = 16
 Reply = tuple[list[int], Tensor, Tensor]
 """Ids `[T]` of a prompt and its reply, mask `[T]` bool of the sampled tokens, and the server's log-probs `[T]`."""
 Change = Callable[[Decoder], contextlib.AbstractContextManager[object]]
-"""Returns a context manager that introduces an error into a model."""
+"""Function that takes a model and returns a context manager, inside which the model has a known error."""
 
 
 @torch.no_grad()

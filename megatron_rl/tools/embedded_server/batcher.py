@@ -76,8 +76,8 @@ class Batcher:
 
     decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
     draft_tokens: maximum number of tokens that the draft head guesses per request before each pass. 0: no draft head.
-    tokens_per_pass: maximum number of tokens in a pass with guesses, over all requests. Fewer tokens are guessed to
-    stay below it.
+    tokens_per_pass: maximum number of tokens in a pass with guesses, over all requests. Fewer tokens are guessed if a
+    pass would exceed this.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Batcher:
         return self._hand_over(request, self._door)
 
     def call(self, function: Callable[[], Any], *, exclusive: bool = False) -> Future:
-        """Run `function` in the batcher's thread between two turns.
+        """Run `function` in the batcher's thread between two turns. Return the future of the function's result.
 
         exclusive: first wait until all accepted requests have finished, and accept no new ones meanwhile. On a paused
         batcher an exclusive call runs at once.
@@ -157,14 +157,14 @@ class Batcher:
         return Stopped(self.failure or "the server is shutting down")
 
     def abort(self, rid: str | None) -> Future:
-        """Abort the request `rid`, or all requests if None. Unknown ids are ignored."""
+        """Abort the request with id `rid`, or all requests if `rid` is None. Unknown ids are ignored."""
         return self.call(lambda: self._abort(lambda request: rid is None or request.rid == rid))
 
     def abort_request(self, request: Request) -> Future:
         return self.call(lambda: self._abort(lambda other: other is request))
 
     def pause(self, mode: str) -> Future:
-        """Pause generation between two turns.
+        """Pause generation between two turns. The returned future is done when generation is paused.
 
         mode: `abort` ends all accepted requests. `retract` returns running requests to the queue and drops their
         cached keys and values. `in_place` keeps running requests in their rows.

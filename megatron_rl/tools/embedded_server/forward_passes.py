@@ -72,7 +72,7 @@ def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None
 def guesses(
     model: DraftingDecoder, kv_rows: KVRows, batch: Sequence[Request], count: int, most: int
 ) -> list[list[int]]:
-    """Return for each request `count` guessed tokens that may come next. `batch` must be sorted by row.
+    """Return for each request guesses of its next `count` tokens. `batch` must be sorted by row.
 
     most: maximum number of positions per request that the head reads in one pass.
     """
@@ -106,7 +106,7 @@ def guesses(
 def decode(model: Decoder, kv_rows: KVRows, batch: Sequence[Request], guessed: Sequence[list[int]]) -> Tensor:
     """Run the model on each request's last token and its guesses. Return hidden states `[B, 1 + guesses, H]`.
 
-    guessed: for each request its guesses, equally many for all. `batch` must be sorted by row.
+    guessed: the guesses of each request; all requests have the same number of guesses. `batch` must be sorted by row.
     """
     tokens = [token for request, own in zip(batch, guessed, strict=True) for token in (request.tokens[-1], *own)]
     width = len(tokens) // len(batch)

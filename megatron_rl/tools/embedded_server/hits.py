@@ -19,7 +19,7 @@ GUESS = 0.07
 FIRST_SHARE, FIRST_WEIGHT = 0.6, 30
 """Prior for a new head: share of right guesses, and the number of guesses that the prior counts as."""
 KEPT = 0.5
-"""Weight of the counts so far after an update of the model's weights. The prior gets the rest."""
+"""Factor on the counts after an update of the model's weights. The prior is then added with the factor 1 - KEPT."""
 
 
 class Hits:
@@ -44,7 +44,7 @@ class Hits:
         self._tried += tried
 
     def forget(self) -> None:
-        """Average the counts with the prior, by the weight KEPT. Called after an update of the model's weights."""
+        """Average the counts with the prior (see KEPT). Call this after an update of the model's weights."""
         self._right = KEPT * self._right + (1 - KEPT) * FIRST_SHARE * FIRST_WEIGHT
         self._tried = KEPT * self._tried + (1 - KEPT) * FIRST_WEIGHT
 

@@ -34,7 +34,7 @@ class Request:
     """True to return for each output token its support (the tokens it was sampled from) and its log-probability among
     these."""
     on_progress: Callable[["Request"], None] | None = None
-    """Called in the batcher's thread after every token."""
+    """Function called in the batcher's thread after every token."""
     done: Future = field(default_factory=Future)
     seed: int = 0
     tokens: list[int] = field(default_factory=list)

@@ -141,7 +141,7 @@ class Decoder:
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
         self.watch: Callable[[int, str, Tensor], object] = lambda layer, place, states: None
-        """Called with each intermediate result, in order: (layer number, name of the result, values)."""
+        """Function called with each intermediate result, in order: (layer number, name of the result, values)."""
         self.changes = 0
         """Number of changes to weights so far. A call of `memory_of` that returns memory counts as a change."""
         self._checksums: dict[str, str] = {}

@@ -15,7 +15,7 @@ class Device:
     memory: float
     """Size of the memory in bytes, as nvidia-smi reports it."""
     bandwidth: float
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     bfloat16_flops: float
     float32_flops: float
     """Peak FLOPS in float32, without TF32, which torch disables by default."""
@@ -49,7 +49,7 @@ SERVER_MEMORY_SHARE = 0.85
 PREFILL_EFFICIENCY, DECODE_EFFICIENCY = 0.4, 0.4
 """Maximum share of peak FLOPS that servers reach in prefill, and in decoding."""
 DISK_BANDWIDTH = 5e9
-"""Bytes per second of a shared file system, for rollout.publication = disk or delta."""
+"""Bytes per second that a shared file system transfers, for rollout.publication = disk or delta."""
 CLUSTER_LINK = 50e9
 """Bytes per second that a GPU can send between nodes: over one 400 Gb/s port per GPU."""
 HOST_BANDWIDTH = 25e9

@@ -192,7 +192,10 @@ def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> floa
 
 
 def _of_replica(shares: Shares, engine: EngineConfig, world_size: int) -> float:
-    """Return the number of parameters in one rank's shard. shares: parameters that the replicas divide among them."""
+    """Return the number of parameters in one rank's shard.
+
+    shares: numbers of the parameters that the replicas shard among themselves.
+    """
     parallel = engine.parallel
     replicas = world_size // (parallel.tensor * parallel.pipeline)  # context ranks are replicas too
     expert_replicas = world_size // (parallel.expert * parallel.expert_tensor * parallel.pipeline)

@@ -122,8 +122,8 @@ def forward_seconds(model: Model, rows: float, labels: float, keys: float, devic
     """Return the seconds of one microbatch's forward pass on a rank of the stage with most layers, without traffic.
 
     rows, labels: numbers of rows and label rows of a replica's microbatch, on all its context ranks together. keys:
-    mean number of keys that a row attends to. imbalance: rows of the busiest expert
-    rank, divided by the mean over expert ranks.
+    mean number of keys that a row attends to. imbalance: number of rows of the busiest expert rank, divided by the mean
+    over all expert ranks.
     """
     arch, parallel = model.arch, model.engine.parallel
     own = rows / parallel.context

@@ -34,11 +34,11 @@ class Job:
     """
 
     server_gpus: int
-    """GPUs of each server."""
+    """Number of GPUs of each server."""
     trainer_gpus: int
     interruption: str
     checkpoint_every: int
-    """Steps between two checkpoints; 0 writes none."""
+    """Number of steps between two checkpoints; 0 if none are written."""
     checkpoint_s: float
     """Seconds that the trainer pauses for a checkpoint."""
 

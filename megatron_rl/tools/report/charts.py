@@ -272,7 +272,10 @@ def svg(body: str, width: int, height: int, title: str) -> str:
 
 
 def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Return about `wanted` + 1 evenly spaced round numbers that enclose [low, high], and 0 too if low equals high."""
+    """Return about `wanted` + 1 round numbers at even distances that enclose [low, high].
+
+    If low equals high, the numbers also enclose 0.
+    """
     if high - low <= max(1e-6 * max(abs(low), abs(high)), TINY):  # differences of rounding only
         low, high = min(0.0, low), max(0.0, high)
         high = high if high - low > TINY else 1.0

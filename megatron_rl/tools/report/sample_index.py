@@ -45,7 +45,7 @@ class SampleIndex:
         """Offsets of those lines that were parsed and found to be no valid rows."""
         self._key: Key | None = None
         self._earlier: dict[int, int] = {}
-        """{number of a sample: its row} for earlier rows of the newest block's split and step."""
+        """{number of a sample: place of its row}, for earlier rows of the newest block's split and step."""
 
     def update(self) -> None:
         """Add the rows that were written since the last call. A file that was replaced or cut is read anew."""
