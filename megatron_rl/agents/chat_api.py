@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class ChatApi(AgentApi):
-    """POST /v1/chat/completions."""
+    """The API behind POST /v1/chat/completions."""
 
     path = "/v1/chat/completions"
     last_line = b"data: [DONE]\n\n"

@@ -66,7 +66,7 @@ THOUGHTS = ("thinking", "redacted_thinking")
 
 
 class MessagesApi(AgentApi):
-    """POST /v1/messages."""
+    """The API behind POST /v1/messages."""
 
     path = "/v1/messages"
     shows_thoughts = True

@@ -62,7 +62,7 @@ ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "to
 
 
 class ResponsesApi(AgentApi):
-    """POST /v1/responses. Each response is stored by its id for as long as its agent runs."""
+    """The API behind POST /v1/responses. Each response is stored by its id for as long as its agent runs."""
 
     path = "/v1/responses"
     shows_thoughts = True

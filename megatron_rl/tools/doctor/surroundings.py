@@ -115,7 +115,7 @@ def _sampled(ids: list[int], mask: Tensor, told: Tensor, logits: Tensor) -> tupl
 def _drawn(rows: Tensor, tokens: Tensor, generation: GenerationConfig) -> str:
     """Describe how tokens were sampled, if they are too unlikely at the configured temperature; else return "".
 
-    Always "" if top_k, top_p or min_p is configured.
+    The result is always "" if top_k, top_p or min_p is configured.
     """
     expected = (rows / generation.temperature).log_softmax(-1)
     own, order = expected.gather(1, tokens[:, None])[:, 0], expected.sort(-1, descending=True)

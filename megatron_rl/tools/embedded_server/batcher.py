@@ -547,5 +547,8 @@ class Batcher:
 
 
 def _aborted(message: str, status: int | None) -> dict[str, Any]:
-    """Return SGLang's finish reason for an abort. If it has a status, the client gets an HTTP error, not a reply."""
+    """Return SGLang's finish reason for an abort.
+
+    status: HTTP status of the error that the client gets instead of a reply; None if it gets the reply so far.
+    """
     return {"type": "abort", "message": message, "status_code": status, "err_type": None}

@@ -27,7 +27,7 @@ ALL_BODIES_BYTES = 512 * 1024**2
 """Maximum total size of all bodies that are being read or are in use."""
 FIRST_S = 20.0
 SLOWEST_BYTES_PER_S = 1024**2
-"""A body must arrive within FIRST_S plus its size divided by this rate."""
+"""Lowest accepted rate of a body: it must arrive within FIRST_S plus its size divided by this rate."""
 MOST_CONTAINERS = 200_000
 MOST_VALUES = 2_000_000
 MOST_QUOTES = 1_000_000

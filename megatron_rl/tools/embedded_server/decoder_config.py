@@ -35,7 +35,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """{model_type: {key: transformers' default if config.json lacks the key}}.
 
-They are copied here because importing transformers takes seconds.
+The defaults are copied here because importing transformers takes seconds.
 """
 KINDS = tuple(DEFAULTS)
 

@@ -101,7 +101,7 @@ class DraftingDecoder(Decoder):
     def draft_spans(self, following: Tensor, spans: Sequence[Span], cache: KVCache) -> None:
         """Write the head's keys and values of positions that it has skipped, from the hidden states in the cache.
 
-        following: `[T]`, for each position of the spans, one span after the other, the token after it.
+        following: `[T]`, the token that follows each position of the spans, span by span.
         """
         positions, rows, attend = self._span_attention(spans, cache)
         self._draft(following, cache.states[rows, positions], positions, attend)

@@ -51,7 +51,7 @@ def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget
 
 
 def _following(model: Decoder, owners: Sequence[Request], spans: Sequence[Span]) -> Tensor:
-    """Return `[T]`: for each position of the spans, one span after the other, the token after it."""
+    """Return the token `[T]` that follows each position of the spans, span by span."""
     after = (r.tokens[s.start + 1 : s.start + 1 + s.count] for r, s in zip(owners, spans, strict=True))
     return torch.tensor([token for own in after for token in own], device=model.device)
 

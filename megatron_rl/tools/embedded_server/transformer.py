@@ -314,7 +314,7 @@ class Decoder:
             weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(std=0.02)
 
     def free(self) -> None:
-        """Free the memory of the weights. Nothing may read or write them until `allocate`."""
+        """Free the memory of the weights. Nothing may read or write weights until `allocate` is called."""
         # Free storages, not tensors: all names and fused matrices are views, which `allocate` makes valid again.
         storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in self.parameters.values())}
         self._freed = [(storage, storage.nbytes()) for storage in storages.values()]

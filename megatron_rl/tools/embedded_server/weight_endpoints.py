@@ -310,7 +310,7 @@ class WeightEndpoints:
         return flush
 
     def _update(self, change: Callable[[], None], body: dict[str, Any]) -> Future:
-        """Call `change` in the batcher's thread: when all accepted requests have finished, or at once if paused.
+        """Call `change` in the batcher's thread, at once if paused, else after all accepted requests have finished.
 
         If `change` raises after it has changed a weight, the weight version becomes INCOMPLETE.
         """

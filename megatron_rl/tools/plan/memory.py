@@ -75,7 +75,7 @@ class Model:
 
     @cached_property
     def windows(self) -> Counter[int | None]:
-        """Attention window in tokens (None: unlimited) -> number of layers with it."""
+        """{attention window in tokens, or None if unlimited: number of layers with this window}."""
         return Counter(window for n, window in enumerate(self.arch.windows) if not self.arch.has_delta_net(n))
 
     @property

@@ -228,7 +228,7 @@ class RankTraffic:
         return sent
 
     def _attention(self, rows: float, forwards: int, core_forwards: int, backwards: int) -> Counter[str]:
-        """Return the bytes of an attention block.
+        """Return the bytes of an attention block, by axis.
 
         forwards, backwards: number of forward and backward passes of the block. core_forwards: number of forward passes
         of core attention, which may be recomputed alone.
@@ -282,7 +282,7 @@ class RankTraffic:
         return Counter({"tensor": self._share("tensor") * rows * self.model.itemsize * widths})
 
     def _experts(self, rows: float, forwards: int, backwards: int) -> Counter[str]:
-        """Return the bytes of a mixture: routed rows travel to their experts and back.
+        """Return the bytes of a mixture, by axis: routed rows travel to their experts and back.
 
         The router's float32 weights travel with the rows to the experts.
         """

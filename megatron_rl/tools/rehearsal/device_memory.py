@@ -64,7 +64,10 @@ class DeviceMemory:
         self._phase = self._phases.setdefault(phase, len(self._phases))
 
     def note(self, tensor: Tensor, find_line: Callable[[], str]) -> bool:
-        """Record a tensor's storage if it is new; return whether it is new. find_line: returns the allocating line."""
+        """Record a tensor's storage and return True if the storage is new; else return False.
+
+        find_line: function that returns the allocating code line.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._numbers:

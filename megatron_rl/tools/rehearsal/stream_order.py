@@ -80,7 +80,10 @@ class Memory:
 
 
 class StreamOrder:
-    """The streams of a rank with their clocks, and the faults found. find_line: returns the current code line."""
+    """The streams of a rank with their clocks, and the faults found.
+
+    find_line: function that returns the current code line.
+    """
 
     def __init__(self, find_line: Callable[[], str]) -> None:
         self.find_line = find_line
