@@ -292,7 +292,7 @@ OR = re.compile(r"\s*\bor\b\s*")
 CUP = re.compile(r"\\cup(?![A-Za-z])")
 JOINED = re.compile(r"(?<=\b[a-z])\s*(?:\\cdot\s*|\*\s*|\s)(?=[a-z]\b)")
 FORMULA = re.compile(r"(?:[A-Z][a-z]?(?:_\s*\{?\d+\}?)?\s*){2,}")
-"""Matches chemical formulas. Unlike products, they depend on the order of their letters."""
+"""Matches chemical formulas. Unlike in a product, the order of the letters matters in a formula."""
 SPACED_DIGITS = re.compile(r"\d\s+\d")
 PLUS_MINUS = re.compile(r"\s*\\pm(?![A-Za-z])\s*")
 BASE = re.compile(r"(?<![A-Za-z}])\d+\s*_\s*\{?\d")

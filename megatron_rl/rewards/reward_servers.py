@@ -76,7 +76,7 @@ class Servers:
     """
 
     def __init__(self, urls: Sequence[str], *, concurrent: int, timeout_s: float, token_file: str = "") -> None:
-        """concurrent: maximum number of simultaneous requests per server. timeout_s: limit of one request.
+        """concurrent: maximum number of simultaneous requests per server. timeout_s: time limit of one request.
 
         token_file: file with the servers' bearer token.
         """

@@ -78,9 +78,9 @@ class Bodies:
     ) -> Result:
         """Parse the body and return `use(body)`; both run in a worker thread.
 
-        ValueError if the body is not JSON, or if `use` raises it. is_slow: returns True if `use` may take seconds, for
-        example to tokenize text. Slow bodies are processed one at a time in another thread, so that they do not delay
-        others.
+        ValueError if the body is not JSON, or if `use` raises it. is_slow: function of the parsed body that returns
+        True if `use` may take seconds, for example to tokenize text. Slow bodies are processed one at a time in another
+        thread, so that they do not delay others.
         """
 
         def read() -> tuple[bool, Any]:

@@ -58,7 +58,7 @@ class _Connection:
 
 
 class Connections:
-    """All open connections. Runs in the event loop's thread.
+    """All open connections. Use this object only in the event loop's thread.
 
     For example:
 

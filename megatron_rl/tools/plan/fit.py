@@ -117,7 +117,7 @@ def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster, traine
 def _with_room(counts: list[int], cluster: Cluster, each: int, *, shares_gpus: bool) -> list[int]:
     """Return the numbers of trainer GPUs that leave room for cluster.servers servers. Raises ValueError if none does.
 
-    each: GPUs of one server.
+    each: number of GPUs of one server.
     """
     room = {count: (cluster.gpus if shares_gpus else cluster.gpus - count) // each for count in counts}
     fitting = [count for count in counts if room[count] >= cluster.servers]

@@ -430,7 +430,7 @@ class ServerMemory:
 
     gpus: int
     replicas: int
-    """Attention replicas (SGLang's DP attention). Each holds the KV cache of its own replies."""
+    """Number of attention replicas (SGLang's DP attention). Each replica holds the KV cache of its own replies."""
     weights: float
     kv_per_token: float
     kv_room: float

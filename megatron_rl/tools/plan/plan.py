@@ -126,7 +126,7 @@ class Plan:
     is_balanced: bool = False
     """True if the router gives every expert equally many rows, as in most benchmarks of pre-training."""
     shares_gpus: bool
-    """Whether servers use the trainers' GPUs. They do so in turns (rollout.colocated), or because there are too few
+    """True if servers use the trainers' GPUs. They do so in turns (rollout.colocated), or because there are too few
     GPUs for both. In the latter case the plan does not fit."""
 
     @cached_property
@@ -227,7 +227,7 @@ class Plan:
 
     @cached_property
     def publication_traffic(self) -> list[Traffic]:
-        """Traffic between trainer ranks to assemble published weights, for the rank whose links are busy longest."""
+        """Traffic to assemble published weights from other trainer ranks, on the rank whose links are busy longest."""
         return self._sent(self.models[0], lambda rank, rows, labels: rank.of_publication())
 
     def _sent(self, model: Model, of_rank: Callable[[RankTraffic, float, float], list[Traffic]]) -> list[Traffic]:

@@ -58,7 +58,7 @@ class Use:
 
 
 Span = tuple[int, int, bool]
-"""(first byte in the storage, byte after the last, True if written or False if read)."""
+"""(offset of the first byte in the storage, offset after the last byte, True if written or False if read)."""
 
 
 @dataclass(slots=True)
