@@ -38,8 +38,8 @@ class AgentWorkflow(RolloutWorkflow):
     the index of its sample.
 
     The agent must be a module-level function, because worker processes import it. When an agent's run ends, its process
-    is killed, with all processes that it started. `base_url` ends in /v1; Anthropic's clients append /v1 themselves, so
-    remove it for them.
+    is killed, with all processes that it started. `base_url` ends in /v1. Anthropic's clients append /v1 themselves, so
+    an agent must remove it for them.
 
         def agent(base_url, api_key, data):
             client = openai.OpenAI(base_url=base_url, api_key=api_key)
@@ -69,11 +69,11 @@ class AgentWorkflow(RolloutWorkflow):
         """Configure the workflow.
 
         max_tokens: maximum dialogue length including the prompt, at most the model's context.
-        agent_workers: maximum number of agent processes over all episodes. Further agents wait; an agent's time limit
-        starts with its process.
+        agent_workers: maximum number of agent processes over all episodes. Further agents wait. An agent's time limit
+        (agent_timeout_s) starts with its process.
         tool_format: the model's format for calls, a key of `tool_formats.FORMATS`, or auto to detect it from the chat
         template.
-        proxy: fields of ProxyAddress, for agents on other hosts.
+        proxy: fields of a ProxyAddress; needed for agents on other hosts.
         log_folder: folder for the agents' output, one file per sample. If a config sets up the workflow, the default is
         `agents` in run.folder.
         constrained: what to do if an agent demands a JSON format, a tool by name or any tool (`required`). `refuse`

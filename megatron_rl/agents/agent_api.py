@@ -16,7 +16,7 @@ from megatron_rl.types import LLMResponse
 from megatron_rl.workflows.messages import Message
 
 Event = tuple[str | None, dict[str, Any]]
-"""A stream event: its name, if the API names events, and its data."""
+"""A stream event: (name, data). The name is None if the API does not name events."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +26,10 @@ class Answer:
     message: Message
     """Assistant message in chat-completions form."""
     thoughts: str | None
-    """The reply's first thought, if the API reports thoughts separately; otherwise None."""
+    """The reply's first thought; None if there is none, or if the API does not report thoughts separately."""
     reply: LLMResponse
     stop: str | None = None
-    """The agent's stop string that ended the reply. The message's text does not include it."""
+    """The stop string of the request that ended the reply; None if none did. The message's text does not include it."""
 
     @property
     def calls(self) -> list[Message]:
@@ -45,7 +45,7 @@ class AgentApi(abc.ABC):
 
     path: str
     shows_thoughts = False
-    """Whether thoughts are reported separately. An agent may then send a reply back with or without them."""
+    """True if thoughts are reported separately. An agent may then send a reply back with or without its thoughts."""
 
     @abc.abstractmethod
     def as_chat(self, body: dict[str, Any]) -> dict[str, Any]:
@@ -75,7 +75,10 @@ class ReplyStream(abc.ABC):
         self._said = ""
 
     def advance(self, thoughts: str | None, said: str) -> Iterator[Event]:
-        """Yield events for new text. Raises RuntimeError if already streamed text has changed."""
+        """Yield events for new text. Raises RuntimeError if already streamed text has changed.
+
+        thoughts, said: the reply's thoughts (or None) and content so far, from their beginning.
+        """
         if not ((thoughts or "").startswith(self._thoughts or "") and said.startswith(self._said)):
             raise RuntimeError("the reply's text is not the one that was streamed so far; ask again.")
         if thoughts is not None and thoughts != self._thoughts:
@@ -92,7 +95,7 @@ class ReplyStream(abc.ABC):
 
     @abc.abstractmethod
     def begin(self, input_len: int) -> Iterator[Event]:
-        """Yield the events that open the answer. input_len: prompt tokens."""
+        """Yield the events that open the answer. input_len: number of prompt tokens."""
 
     def add_thoughts(self, text: str) -> Iterator[Event]:
         """Yield events for more thought text. The first call may have an empty text."""
@@ -119,7 +122,7 @@ def text_of(content: Any, kinds: tuple[str, ...], field: str) -> str:
 
 
 def functions(tools: Any, schema: str) -> list[Message] | None:
-    """Convert flat tool definitions to the form of chat completions.
+    """Convert tool definitions that are flat objects to the nested form of chat completions.
 
     schema: name of the field that holds the schema of a tool's parameters.
     """

@@ -16,23 +16,24 @@ from megatron_rl.workflows.tools import THINK, THOUGHT, ends_a_thought
 
 NO_REPLY, TOOLS, AGAIN, OTHER = "", "tools", "again", "other"
 ROLES = ("system", "user", "assistant", "tool")
-"""Reasons why a request starts a new trajectory: usually the role of the first message that differs from earlier ones.
+"""Reasons why a request starts a new trajectory.
 
-OTHER stands for any other role. TOOLS: the request's tools differ. AGAIN: the dialogue's state was already continued.
-NO_REPLY: the request begins a dialogue, so it contains no reply.
+The usual reason is the role of the first message that no earlier dialogue has at this place; OTHER stands for a role
+that is not in ROLES. TOOLS: the request's tools differ. AGAIN: the dialogue's state was already continued. NO_REPLY:
+the request begins a dialogue, so it contains no reply.
 """
 
 
 @dataclass(frozen=True)
 class Beginning:
-    """Two hashes of a dialogue's first messages: of the exact messages, and of their canonical form."""
+    """Two hashes of a dialogue's first messages: one of the exact messages, and one of their canonical form."""
 
     exact: str
     canonical: str
 
 
 def beginnings(messages: list[Message], tools: list[Message] | None) -> list[Beginning]:
-    """Return one entry per prefix of a dialogue: the first message, the first two, and so on."""
+    """Return one Beginning per prefix of a dialogue: for the first message, for the first two, and so on."""
     # The template renders the tools at the dialogue's beginning, so other tools make another dialogue.
     exact = canonical = name_of("", tools or None)
     names, numbers = [], dict[str, int]()
@@ -50,7 +51,7 @@ def name_of(before: str, value: Any) -> str:
 def canonical_form(message: Message, numbers: dict[str, int]) -> Any:
     """Return the canonical form of a message.
 
-    numbers: call id -> the call's index in the dialogue. This function adds the message's calls to it.
+    numbers: {id of a call: the call's index in the dialogue}. This function adds the message's own calls.
     """
     content = message["content"]
     if message["role"] == "assistant" and THOUGHT in content:
@@ -90,7 +91,10 @@ class History:
         self._first.add(name_of("", canonical_form(messages[0], {})))
 
     def reason(self, names: list[Beginning], messages: list[Message]) -> str:
-        """Return why a request continues no dialogue; `NO_REPLY` if it contains no reply yet."""
+        """Return the reason why a request continues no dialogue.
+
+        names: the Beginnings of `messages`, as `beginnings` returns them.
+        """
         last = max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
         if last < 0:
             return NO_REPLY

@@ -51,7 +51,7 @@ class ProxyAddress:
     host: str = LOOPBACK
     """Address to listen on."""
     name: str = ""
-    """Host name or address in the URL given to agents; `host` by default."""
+    """Host name or address in the URL that agents get; `host` if empty."""
     certificate: str = ""
     """PEM file with the certificate. If it is set, the URL is https."""
     private_key: str = ""
@@ -166,7 +166,7 @@ class AgentProxy:
 
 
 def is_hang_up(error: Exception, request: web.Request) -> bool:
-    """Return whether an error only means that the agent has closed its connection."""
+    """Return True if an error only means that the agent has closed its connection."""
     is_closed = request.transport is None or request.transport.is_closing()
     return is_closed and isinstance(error, ConnectionError | web.RequestPayloadError)
 
@@ -177,7 +177,7 @@ Told = tuple[int, str, str | None, str | None]
 def told(error: Exception, session: AgentSession) -> Told:
     """Return the status, message, field and code with which an error is reported to the agent.
 
-    An error that no request can cause is raised again.
+    The error is raised again if it is of a kind that no request can cause.
     """
     match error:
         case BadRequest():
@@ -247,7 +247,7 @@ async def stream(
 
 
 async def first_of(asking: asyncio.Future[Answer], changed: asyncio.Event) -> None:
-    """Return when the answer is complete or its progress has changed."""
+    """Wait until the answer is complete or its progress has changed."""
     waiting = asyncio.ensure_future(changed.wait())
     try:
         await asyncio.wait([asking, waiting], return_when=asyncio.FIRST_COMPLETED)

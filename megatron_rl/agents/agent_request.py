@@ -69,14 +69,14 @@ def is_anything(value: Any) -> bool:
 
 
 def is_empty(value: Any) -> bool:
-    """Return whether a value requests nothing: 0, false, or an empty string, list or object."""
+    """Return True if a value requests nothing: 0, false, or an empty string, list or object."""
     return not value
 
 
 NOT_SUPPORTED = "is not supported; leave it out"
 UNKNOWN = "is no option that is known here, and may change the reply; leave it out"
 Rules = dict[str, tuple[Callable[[Any], bool], str]]
-"""Field -> (function that checks the field's value, rule for the error message)."""
+"""{field: (function that checks the field's value, rule for the error message)}."""
 
 
 def taken(*fields: str) -> Rules:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 EDGE_TOKENS = 16
-"""Number of tokens at a prompt's end, and at a reply's beginning, that are searched for an opened thought."""
+"""A thought's opening is searched for in this many tokens at a prompt's end, and at a reply's beginning."""
 THOUGHTS = (THINK, THOUGHT)
 ID_CHARACTERS, ID_LENGTH = string.ascii_letters + string.digits, 9
 """Characters and length of call ids; some chat templates accept no others."""
@@ -77,7 +77,7 @@ class Line:
 
     conversation: Conversation
     split: str
-    """Reason why this dialogue is not a continuation of an earlier one, as returned by `History.reason`."""
+    """Reason, as returned by `History.reason`, why this dialogue is not the continuation of an earlier one."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class State:
     replies: int
     last_reply: list[int]
     name: str
-    """Hash of the exact messages, to choose among states that have the same canonical hash."""
+    """Hash of the exact messages. It distinguishes states that have the same canonical hash."""
     is_continued: bool = False
 
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
@@ -129,7 +129,7 @@ class AgentSession:
     def __post_init__(self) -> None:
         self._rid = uuid.uuid4().hex
         self._states: dict[str, list[State]] = {}
-        """All states, by the canonical hash of their messages."""
+        """{canonical hash of the messages: all states with these messages}."""
         self._history = History()
         self._replied: list[State] = []
         """The state after each reply, in the order received."""
@@ -184,8 +184,8 @@ class AgentSession:
     ) -> Answer:
         """Answer a request of the chat completions API. Raises BadRequest or RequestRefused.
 
-        shows_thoughts: report thoughts separately from the message. The dialogue then continues whether the agent sends
-        the thoughts back or not. progress: updated as the reply is generated.
+        shows_thoughts: True to report thoughts separately from the message. The agent may then continue the dialogue
+        with or without the thoughts. progress: updated as the reply is generated.
         """
         try:
             answer = await self._complete(body, shows_thoughts, progress)
@@ -262,7 +262,9 @@ class AgentSession:
         return answer
 
     def _continued(self, names: list[Beginning]) -> tuple[State | None, int]:
-        """Return the state that matches the longest prefix of the messages, and that prefix's number of messages.
+        """Return the state that matches the longest prefix of a request's messages, and the prefix's length.
+
+        names: the Beginnings of the messages, shortest first.
 
         If several states match, prefer one with exactly the same messages, then one that is not continued yet.
         """
@@ -329,7 +331,7 @@ class AgentSession:
         return await self.engine.agenerate(request)
 
     def _answer(self, reply: LLMResponse, body: dict[str, Any], *, shows_thoughts: bool, is_open: bool) -> Answer:
-        """Convert a reply for the agent. is_open: a thought was opened before the reply or at its beginning."""
+        """Convert a reply for the agent. is_open: True if a thought was opened before the reply or at its beginning."""
         form, tools = self.options.tools, tools_of(body)
         text, stop = until_stop(form.text(self.options.tokenizer, reply.output_tokens, keeps=THOUGHTS), stops_of(body))
         thoughts, said = split_thoughts(text, is_open=is_open) if shows_thoughts else (None, text)
@@ -368,7 +370,7 @@ def stops_of(body: dict[str, Any]) -> list[str]:
 
 
 def until_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """Return the text up to its first stop string, and that string."""
+    """Return the text before its first stop string, and that string; all of it and None if it has no stop string."""
     found = [(place, stop) for stop in stops if (place := text.find(stop)) >= 0]
     if not found:
         return text, None

@@ -18,11 +18,12 @@ from megatron_rl.rewards.worker_pool import WorkerDied, WorkerPool
 from megatron_rl.telemetry import stats_tracker
 
 AT_ONCE = 16
-"""Maximum number of processes started at a time. A fork is quick; hundreds at once would only wait for each other."""
+"""Maximum number of processes that are being started at a time. A fork is quick, so hundreds at once would only wait
+for each other."""
 MOST_LOGS = 1024
 """Maximum number of log files; the oldest are deleted."""
 DRAIN_S = 0.1
-"""Seconds to wait for output after a process died or failed. The parent process may not have written it all yet."""
+"""Seconds to wait for output after a process died or failed. Its parent process may not have written all of it yet."""
 SHOWN = 2000
 """Maximum length, in bytes, of a failed agent's output in an error message."""
 
@@ -38,7 +39,7 @@ class AgentFailed(RuntimeError):
 
 
 class AgentLost(AgentFailed, InfrastructureFailure):
-    """An agent raised an InfrastructureFailure: it lost something that it depends on."""
+    """An agent raised an InfrastructureFailure: something that the agent depends on failed."""
 
 
 class AgentDied(InfrastructureFailure):
@@ -57,7 +58,7 @@ class AgentWorkers:
     """
 
     def __init__(self, agent: Any, args: dict[str, Any], *, most: int, folder: str = "") -> None:
-        """agent: a module-level function, or its import path. folder: for output, one file per sample."""
+        """agent: a module-level function, or its import path. folder: folder for output, one file per sample."""
         self.path = path_of(agent, key="rollout.workflow_args.agent", what="agents run")
         self._args, self._most, self._given_folder = args, most, folder
         self._pool: WorkerPool | None = None
@@ -68,7 +69,8 @@ class AgentWorkers:
         """Run the agent and return its value: a number, a list of numbers or None.
 
         Raises AgentTimeout if the agent takes longer than `timeout_s` from the start of its process, AgentFailed if it
-        raises, AgentDied if its process dies, ValueError for any other value. Cancelling this call kills the process.
+        raises an exception, AgentDied if its process dies, and ValueError if it returns any other value. Cancelling
+        this call kills the process.
         """
         pool = self._started()
         log = self._log(name)

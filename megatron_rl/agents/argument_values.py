@@ -26,17 +26,20 @@ HINTS = {
     "string": ("pattern", "format", "minLength", "maxLength"),
     "number": ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"),
 }
-"""JSON type -> keywords that imply this type in a schema without `type`."""
+"""{JSON type: keywords that imply this type in a schema without `type`}."""
 WORDS = {"true": True, "false": False, "none": None}
 """Python's spellings of JSON's literals, in lower case."""
 MOST_STEPS, MOST_DEPTH = 1000, 32
-"""Limits of the schemas visited per value and of their depth, because references may form cycles."""
+"""Maximum number of schemas visited per value, and of their nesting depth. References between schemas may form
+cycles."""
 
 
 def argument_value(text: str, name: str, parameters: Any) -> Any:
-    """Return the first value that an argument's text may stand for and that its schema accepts; else the text itself.
+    """Return the first value that an argument's text may stand for and that the argument's schema accepts.
 
-    A schema that accepts strings accepts the text. parameters: schema of all parameters of the tool.
+    If the schema accepts strings, this is the text itself, except that `null` is None if the schema accepts null. The
+    text is also returned if the schema accepts none of the values. name: the argument's name.
+    parameters: schema of all parameters of the tool.
     """
     schemas = Schemas(parameters)
     schema = schemas.of_argument(name, parameters)
@@ -50,7 +53,7 @@ def argument_value(text: str, name: str, parameters: Any) -> Any:
 
 
 def readings(text: str) -> Iterator[Any]:
-    """Yield the values that a text may stand for, other than the exact text itself."""
+    """Yield the values that an argument's text may stand for, other than the unchanged text."""
     bare = text.strip()
     yield bare
     try:
@@ -75,7 +78,7 @@ class Schemas:
         return self.steps > MOST_STEPS or depth > MOST_DEPTH
 
     def target(self, reference: Any) -> Any:
-        """Resolve a reference within the root; None if it cannot be resolved."""
+        """Return the schema to which a reference within the root points; None if it cannot be resolved."""
         if not (isinstance(reference, str) and reference.startswith("#")):
             return None
         found = self.root
@@ -104,7 +107,10 @@ class Schemas:
         return {"allOf": found} if found else None
 
     def takes(self, schema: Any, value: Any, depth: int = 0) -> bool | None:
-        """Return whether a schema accepts a value, by type, const and enum; None if the schema leaves that open."""
+        """Return True if a schema accepts a value, False if not, and None if the schema leaves that open.
+
+        The schema's types, `const` and `enum` are checked, including those in schemas that it combines or refers to.
+        """
         if schema is False:
             return False
         if not isinstance(schema, dict) or self.is_enough(depth):

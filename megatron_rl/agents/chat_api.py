@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class ChatApi(AgentApi):
-    """POST /v1/chat/completions."""
+    """The API behind POST /v1/chat/completions."""
 
     path = "/v1/chat/completions"
     last_line = b"data: [DONE]\n\n"
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """tokenizer: needed for token texts if log-probabilities are requested."""
+        """tokenizer: gives the texts of tokens if a request asks for log-probabilities."""
         self.tokenizer = tokenizer
 
     def as_chat(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Grammars for replies whose form the agent demands: a JSON schema, or the call of a tool.
 
-A grammar masks tokens when a reply is sampled. With generation.top_k, servers report which tokens were left, and the
-reply can be trained with log-probabilities over these. Without it, the trainer's log-probabilities would include the
-masked tokens, so the reply is not trained and serves only as context.
+A grammar masks tokens when a reply is sampled. With generation.top_k, servers report which tokens the grammar allowed,
+and the reply can be trained with log-probabilities over these. Without top_k, the trainer's log-probabilities would
+include the masked tokens, so the reply is not trained and serves only as context.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def grammar_of(
     """Return the grammar for the reply to a request; None for free sampling.
 
     choice: `refuse` raises BadRequest for a schema or a tool by name, and returns None for `required`; the other
-    choices return a grammar for all three. is_opened: whether the prompt has opened a thought, which must end before
+    choices return a grammar for all three. is_opened: True if the prompt has opened a thought, which must end before
     the grammar begins.
     """
     wanted, format = body.get("tool_choice"), body.get("response_format") or {"type": "text"}
@@ -48,7 +48,7 @@ def grammar_of(
 
 
 def schema_of(format: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of a request's response_format. Raises BadRequest if it has none."""
+    """Return the JSON schema in a request's response_format. Raises BadRequest if there is none."""
     if format["type"] == "json_object":
         return {"type": "object"}
     given = format.get("json_schema")

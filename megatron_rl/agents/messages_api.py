@@ -33,7 +33,7 @@ from megatron_rl.workflows.messages import Message
 
 
 def keeps_all(value: Any) -> bool:
-    """Return whether a request's context edits keep the whole context."""
+    """Return True if a request's context edits keep the whole context."""
     edits = value.get("edits") or [] if is_object(value) else [None]
     return all(is_object(edit) and edit.get("keep") == "all" for edit in edits)
 
@@ -66,7 +66,7 @@ THOUGHTS = ("thinking", "redacted_thinking")
 
 
 class MessagesApi(AgentApi):
-    """POST /v1/messages."""
+    """The API behind POST /v1/messages."""
 
     path = "/v1/messages"
     shows_thoughts = True
@@ -136,7 +136,7 @@ class MessagesStream(ReplyStream):
         yield event("message_stop")
 
     def _block(self, kind: str, content: dict[str, Any], *, is_new: bool = False) -> Iterator[Event]:
-        """Continue the open block of that kind, or open a new one."""
+        """Yield the events that continue the open block if it is of this kind, or else open a new block."""
         if self._open == kind and not is_new:
             return
         yield from self._close()
@@ -154,7 +154,7 @@ class MessagesStream(ReplyStream):
 
 
 def chosen(choice: dict[str, Any]) -> Any:
-    """Convert a tool_choice to the form of chat completions."""
+    """Convert a request's tool_choice to the form of chat completions."""
     if choice.get("type") == "tool":
         return {"type": "function", "function": {"name": choice.get("name")}}
     return "required" if choice.get("type") == "any" else choice.get("type")

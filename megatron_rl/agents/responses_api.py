@@ -62,7 +62,7 @@ ECHOED = ("instructions", "metadata", "previous_response_id", "temperature", "to
 
 
 class ResponsesApi(AgentApi):
-    """POST /v1/responses. Each response is stored by its id for as long as its agent runs."""
+    """The API behind POST /v1/responses. Each response is stored by its id for as long as its agent runs."""
 
     path = "/v1/responses"
     shows_thoughts = True
@@ -96,7 +96,8 @@ class ResponsesApi(AgentApi):
     ) -> dict[str, Any]:
         """Return the complete response, and store its dialogue under its id.
 
-        opening: the response's fields that were sent when the stream began. ids: item ids already streamed, by kind.
+        opening: the response's fields that were sent when the stream began. ids: {kind: id of the item that was already
+        streamed}.
         """
         items = output_items(answer, ids)
         response = opening | {
@@ -152,7 +153,7 @@ class ResponsesStream(ReplyStream):
         return {"item_id": self._ids[kind], "output_index": list(self._ids).index(kind), "content_index": 0}
 
     def _part(self, kind: str) -> Iterator[Event]:
-        """Continue the open item of that kind, or open a new item with its single part."""
+        """Yield the events that continue the open item if it is of this kind, or else open a new item with one part."""
         if self._open == kind:
             return
         if self._open:
@@ -193,13 +194,13 @@ class ResponsesStream(ReplyStream):
 
 
 def chosen(choice: Any) -> Any:
-    """Convert a tool_choice to the form of chat completions."""
+    """Convert a request's tool_choice to the form of chat completions."""
     is_named = is_object(choice) and choice.get("type") == "function"
     return {"type": "function", "function": {"name": choice.get("name")}} if is_named else choice
 
 
 def format_of(text: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Convert the format of a reply's text to the form of chat completions, which nest the schema one level deeper."""
+    """Convert a request's `text.format` to chat completions' response_format, where the schema is nested deeper."""
     given = (text or {}).get("format")
     return None if not given else {"type": given["type"], "json_schema": {"schema": given.get("schema")}}
 
@@ -222,11 +223,11 @@ def opened(body: dict[str, Any]) -> dict[str, Any]:
 
 
 PREFIXES = {"reasoning": "rs", "message": "msg"}
-"""Prefixes of item ids, by kind."""
+"""{kind of item: prefix of the item's id}."""
 
 
 def item_of(kind: str, identity: str, text: str, status: str) -> dict[str, Any]:
-    """Return an item with a single part."""
+    """Return an output item with a single part, which contains `text`."""
     if kind == "reasoning":
         content = [{"type": "reasoning_text", "text": text}]
         return {"id": identity, "type": kind, "summary": [], "content": content, "status": status}

@@ -16,7 +16,7 @@ HALF = "\ufffd"
 def split_thoughts(text: str, *, is_open: bool = False) -> tuple[str | None, str]:
     """Return a reply's thoughts (or None) and its content.
 
-    is_open: whether a thought was opened, even if the text does not show it.
+    is_open: True if a thought is known to be open at the text's beginning, even if the text does not show this.
     """
     begin = text.lstrip()
     if not (is_open or begin.startswith(THINK)):
@@ -27,7 +27,7 @@ def split_thoughts(text: str, *, is_open: bool = False) -> tuple[str | None, str
 
 
 def sure_parts(text: str, *, is_open: bool, shows_thoughts: bool, tools: ToolFormat | None) -> tuple[str | None, str]:
-    """Return the parts of an unfinished reply's thoughts and content that no continuation can change.
+    """Return the beginnings of an unfinished reply's thoughts and content that no continuation can change.
 
     tools: the format of calls; None if the reply cannot contain any.
     """
@@ -71,7 +71,7 @@ class Progress:
     """The part of a reply in progress that may be streamed. Text is only ever appended to it."""
 
     input_len: int = 0
-    """Number of prompt tokens; 0 until the request is sent."""
+    """Number of prompt tokens; 0 until the request is sent to a server."""
     thoughts: str | None = None
     said: str = ""
     changed: asyncio.Event = field(default_factory=asyncio.Event)

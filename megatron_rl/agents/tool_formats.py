@@ -31,9 +31,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TextArguments = dict[str, Any]
-"""Tool name -> schema of the tool's parameters, needed to parse unquoted arguments."""
+"""{tool's name: schema of the tool's parameters}, by which unquoted arguments are parsed."""
 Split = Callable[[str, TextArguments], tuple[str, list[ToolCall]]]
-"""Returns a reply's text without its calls, and the calls."""
+"""Function that takes a reply's text and TextArguments, and returns the text without its calls, and the calls."""
 
 PYTHON_TAG, MISTRAL, MISTRAL_ARGUMENTS, MISTRAL_ID = "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 NAME = re.compile(r"[^\s<>{}\[\]\"'=,;]++")
@@ -45,9 +45,10 @@ class ToolFormat:
     """One model family's format for tool calls.
 
     sign: a string that only this family's chat template contains.
-    begins: strings that begin a call after other text. is_whole: a reply that is only a JSON object may also be a call.
-    forced: for a grammar, a call's text before the name, between name and arguments, and after the arguments, which are
-    JSON; None for a format that is not JSON.
+    begins: strings that begin a call after other text. is_whole: True if a reply that is only a JSON object may be a
+    call.
+    forced: the parts of a call's text from which a grammar is made: the text before the name, between the name and the
+    JSON arguments, and after these. None for a format whose arguments are not JSON.
     marks: special tokens of the format, which decoding would otherwise drop.
     """
 
@@ -69,7 +70,10 @@ def text_arguments(tools: list[dict[str, Any]] | None) -> TextArguments:
 
 @dataclass(frozen=True)
 class Tag:
-    """One tag of a text, from `begin` to `end`. is_close: only white space stands before the next tag or the end."""
+    """One tag of a text, from position `begin` to `end`.
+
+    is_close: True if only white space stands between this tag and the next tag or the text's end.
+    """
 
     kind: str
     name: str
@@ -80,7 +84,10 @@ class Tag:
 
 @dataclass(frozen=True)
 class Step:
-    """A kind of tag that may come next in a call, and the parser's state after it. is_close: as the tag's must be."""
+    """A kind of tag that may come next in a call.
+
+    then: the parser's state after the tag. is_close: True if the tag must be one with `is_close`.
+    """
 
     kind: str
     then: str
@@ -94,8 +101,8 @@ class Step:
 class TagForm:
     """A call format made of tags. Values are not quoted, so a value may contain the format's own tags.
 
-    steps: state -> tags that may come next; in state `value`, any other tags may precede them.
-    is_named_first: the tool's name follows <tool_call> directly, without a tag.
+    steps: {parser's state: tags that may come next}; in the state `value`, any other tags may precede these.
+    is_named_first: True if the tool's name follows <tool_call> directly, without a tag of its own.
 
     A closing tag ends a value only if the rest of the reply can then be parsed. Therefore `readable` computes from the
     reply's end backwards where parsing can succeed. Of several parses, the one with the shortest values is taken.
@@ -119,7 +126,11 @@ class TagForm:
         return tags
 
     def readable(self, tags: list[Tag]) -> dict[str, list[bool]]:
-        """Return for each state whether the text can be parsed from tag i on; the last entry is for the text's end."""
+        """Return {parser's state: list}, in which entry i says whether parsing can go on in this state from tags[i].
+
+        Parsing can go on if the rest of the text can then be parsed. The last entry, after all tags, is for the text's
+        end.
+        """
         count = len(tags)
         can = {name: [False] * (count + 1) for name in (*self.steps, "text", "thought")}
         can["text"][count] = can["thought"][count] = True  # an unclosed thought extends to the end
@@ -141,7 +152,10 @@ class TagForm:
         return can
 
     def paths(self, text: str, begin: int) -> list[list[Tag]] | None:
-        """Return the tags of each call from `begin` on, without those in values; None if the text cannot be parsed."""
+        """Return the tags of each <tool_call> block from position `begin` on; None if the text cannot be parsed.
+
+        Tags that are part of an argument's value are left out.
+        """
         tags = self.tags(text, begin)
         can = self.readable(tags)
         if not can["text"][0]:
@@ -164,7 +178,10 @@ class TagForm:
         return found
 
     def calls(self, text: str, path: list[Tag], texts: TextArguments) -> list[ToolCall]:
-        """Return the calls of the block with the tags `path`."""
+        """Return the calls of one <tool_call> block.
+
+        path: the block's tags, as `paths` returns them.
+        """
         found: list[ToolCall] = []
         key, faults = "", dict[int, str]()
         for tag, following in zip(path, path[1:], strict=False):
@@ -195,7 +212,7 @@ class TagForm:
         ]
 
     def swallows(self, value: str, parameters: Any) -> bool:
-        """Return whether a value seems to lack its closing tag: it opens another argument without closing it."""
+        """Return True if a value seems to lack its closing tag: it opens another argument and does not close it."""
         names: list[str] = []
         for tag in self.tags(value, 0):
             if tag.kind == self.opens_value:
@@ -273,7 +290,7 @@ def split_llama(text: str, texts: TextArguments) -> tuple[str, list[ToolCall]]:
 
 
 def calls_a_tool(value: dict[str, Any], texts: TextArguments) -> bool:
-    """Return whether a JSON object must be a call, because it has arguments and the name of a known tool."""
+    """Return True if a JSON object must be a call, because it has arguments and the name of a known tool."""
     given = [value[name] for name in ("arguments", "parameters") if name in value]
     return len(given) == 1 and isinstance(given[0], dict) and value.get("name") in list(texts)
 

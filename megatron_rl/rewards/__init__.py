@@ -1,8 +1,9 @@
 """Built-in reward functions: `reward(prompt, completions, prompt_ids, completion_ids, **data) -> float`.
 
 `completions` is the text of one reply without special tokens; the right answer is `data["answer"]`. Text in a reply's
-thoughts does not count as its answer (`answer_of`). No reward in this module runs the model's text as code, and each
-takes time linear in the length of the text. Those in `code.py`, `mathematics.py` and `procedural.py` run it sandboxed.
+thoughts does not count as the reply's answer (`answer_of`). No reward in this module runs the model's text as code, and
+each takes time linear in the length of the text. The rewards in `code.py`, `mathematics.py` and `procedural.py` run the
+model's text sandboxed.
 
 The rewards in a config are computed in worker processes. `reward_service.py` makes the requests, `call_queue.py` sends
 them, `worker_pool.py` manages the processes, `worker.py` is the code that they run, and `recipe.py` sums several
@@ -26,10 +27,10 @@ BRACKET = re.compile(r"\\boxed\{|[{}]")
 
 
 def exact_match(prompt: str, completions: str, *_: Any, **data: Any) -> float:
-    """Return 1 if the reply's first non-blank line is the answer, ignoring white space around both; else 0.
+    """Return 1 if the reply's first non-blank line equals the answer, except for white space around both; else 0.
 
-    Only that line counts, because a model without a stop token continues after it (`12\\n3+4=7`). An answer of several
-    lines is compared with as many of the reply's first lines.
+    Only that line counts, because a model that knows no stop token writes further lines after it (`12\\n3+4=7`). An
+    answer of several lines is compared with as many of the reply's first lines.
     """
     answer = gold(data).strip()
     lines = answer_of(prompt, completions).strip().splitlines()[: len(answer.splitlines())]
@@ -51,13 +52,16 @@ def last_number(prompt: str, completions: str, *_: Any, **data: Any) -> float:
 
 
 def tagged_answer(prompt: str, completions: str, *_: Any, **data: Any) -> float:
-    """Return 1 if the reply's last `<answer>..</answer>` is the answer, ignoring white space around both; else 0."""
+    """Return 1 if the reply's last `<answer>..</answer>` holds the answer, except for white space; else 0."""
     found = find_tagged(answer_of(prompt, completions))
     return float(found is not None and found.strip() == gold(data).strip())
 
 
 def right_positions(prompt: str, completions: str, *_: Any, **data: Any) -> float:
-    """Return the share of positions with the same character in reply and answer, out of the longer one's positions."""
+    """Return the share of positions at which reply and answer have the same character.
+
+    It is a share of the positions in the longer of the two texts.
+    """
     answer = gold(data)
     right = sum(ours == wanted for ours, wanted in zip(completions, answer, strict=False))
     return right / max(len(completions), len(answer))
@@ -90,7 +94,7 @@ def gold(data: dict[str, Any]) -> str:
 
 
 def answer_of(prompt: str, reply: str) -> str:
-    """Return a reply's text after its last thought, which the prompt may have opened; empty if it is not closed."""
+    """Return a reply's text after its last thought, which the prompt may have opened; empty if the thought is open."""
     _, is_ended, said = reply.rpartition(THOUGHT)
     is_open = THINK in said or (not is_ended and prompt.rstrip().endswith(THINK))
     return "" if is_open else said
@@ -116,7 +120,7 @@ def last_boxed(text: str) -> str:
 
 
 def find_last_number(text: str, *, whole: bool = False) -> Decimal | None:
-    """Return the last number in a text. With `whole`, return None if it is part of another value, such as 3/4."""
+    """Return the last number in a text. With `whole`, return None if that number is a part of a value such as 3/4."""
     last = deque(NUMBER.finditer(text), maxlen=1)
     if not last:
         return None

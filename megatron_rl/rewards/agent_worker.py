@@ -36,11 +36,11 @@ def running(path: str, args: dict[str, Any]) -> Callable[[dict[str, Any]], dict[
 
 
 def run(agent: Callable[..., Any], home: str, request: dict[str, Any]) -> dict[str, Any]:
-    """Run the agent and return its `value`, an `error`, or `wrong`: the value's text if its type is wrong.
+    """Run the agent once. Return a dict with its `value`, an `error`, or `wrong`.
 
-    The agent works in the run's folder `home`; its temporary files are removed afterwards. The result's `is_alone` is
-    true if the agent left no child process. `error` holds the message, the traceback, and the kind of infrastructure
-    failure (empty for any other error).
+    The agent works in the run's folder `home`; its temporary files are removed afterwards. The dict's `is_alone` is
+    true if the agent left no child process. `wrong` is the text of a value whose type is not allowed. `error` holds the
+    message, the traceback, and the kind of infrastructure failure (empty for any other error).
     """
     tempfile.tempdir = os.environ["TMPDIR"] = os.getcwd()
     os.chdir(home)

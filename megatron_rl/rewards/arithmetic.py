@@ -29,8 +29,8 @@ class NotArithmetic(ValueError):
 def evaluate_expression(text: str, *, most_digits: int | None = None) -> tuple[Fraction, Counter[Fraction]]:
     """Return the value of an expression and the numbers written in it. NotArithmetic for any other text.
 
-    For `(12 + 30) / 2`, these are 21 and a count of one for each of 12, 30 and 2.
-    most_digits: limit for the numerator and denominator of every intermediate value.
+    For `(12 + 30) / 2`, the result is 21 and a Counter with one each of 12, 30 and 2.
+    most_digits: maximum number of digits in the numerator and in the denominator of every intermediate value.
     """
     if len(text) > LONGEST_EXPRESSION:
         raise NotArithmetic(f"the expression has more than {LONGEST_EXPRESSION} characters")

@@ -17,13 +17,13 @@ from megatron_rl.rewards.worker_pool import Worker, WorkerDied, WorkerPool
 TOGETHER_S = 0.005
 """Calls are sent together if all of them are expected to take no longer than this."""
 HELD_S = 1.0
-"""If a call has no answer for this long, the calls that were sent after it are given to other workers."""
+"""If a worker does not answer a call for this long, the calls sent to it after that one are given to other workers."""
 MOST_TOGETHER = 32
 MOST_TOGETHER_BYTES = 64 * 1024
-"""Smaller than a socket's buffer. Otherwise this end could wait for the worker to read calls, while the worker waits
-for this end to read answers."""
+"""Maximum size of calls that are sent together. It is smaller than a socket's buffer. Otherwise this process could wait
+for the worker to read calls, while the worker waits for this process to read answers."""
 FORGETTING = 0.9
-"""With each call, `_longest_s` shrinks by this factor, unless the call took longer."""
+"""Each answered call multiplies `_longest_s` by this factor, unless the call took longer than that."""
 
 
 @dataclass(eq=False)
@@ -41,13 +41,14 @@ class CallQueue:
         self._waiting: deque[Call] = deque()
         self._lanes: set[Lane] = set()
         self._longest_s = float("inf")
-        """The longest of the last calls. Infinite before the first one."""
+        """Duration of the longest recent call in seconds; infinite before the first call is answered."""
         self._look: asyncio.TimerHandle | None = None
 
     async def ask(self, frame: bytes, timeout_s: float) -> bytes:
-        """Return a worker's answer. TimeoutError if it takes longer than `timeout_s`, WorkerDied if the worker dies.
+        """Return a worker's answer to a call.
 
-        A worker that has begun with the call is killed if the call fails or is cancelled.
+        TimeoutError if the answer takes longer than `timeout_s`, WorkerDied if the worker dies. If the call fails or is
+        cancelled after a worker has begun with it, this worker is killed.
         """
         call = Call(frame, timeout_s, asyncio.get_running_loop().create_future())
         self._waiting.append(call)
@@ -64,14 +65,16 @@ class CallQueue:
             raise
 
     def note(self, seconds: float) -> None:
-        """Note how long a worker took for a call."""
+        """Record how long a worker took to answer a call."""
         is_first = self._longest_s == float("inf")
         self._longest_s = seconds if is_first else max(seconds, FORGETTING * self._longest_s)
 
     def spread(self) -> None:
-        """Use one more worker if the waiting calls would take the present ones longer than TOGETHER_S each.
+        """Use one more worker if the present workers would need longer than TOGETHER_S for the waiting calls.
 
-        A worker that has been silent for longer does not count: it may hang. A starting one takes a call at least.
+        A worker that has been silent for longer than TOGETHER_S is not counted as present, because it may hang. Each
+        worker that is still starting will take at least one call. So if there are no more calls than such workers, none
+        is added.
         """
         if not self._waiting or not self.has_room:
             return
@@ -94,7 +97,7 @@ class CallQueue:
             self.spread()
 
     def take(self, most: int = MOST_TOGETHER) -> list[Call]:
-        """Return the calls that a worker should get next, at most `most`; none if no call waits."""
+        """Remove and return the calls that a worker should get next, at most `most`; [] if no call waits."""
         taken: list[Call] = []
         size = 0
         while self._waiting and len(taken) < most:
@@ -108,7 +111,7 @@ class CallQueue:
         return taken
 
     def give_back(self, calls: deque[Call]) -> None:
-        """Put calls that their worker has not begun back at the front of the queue."""
+        """Put calls back at the front of the queue, because the worker that had them has not begun with them."""
         self._waiting.extendleft(reversed(calls))
 
     def end(self, lane: Lane) -> None:
@@ -118,30 +121,30 @@ class CallQueue:
 
 
 class Lane:
-    """Sends waiting calls to one worker, until none waits or another event loop needs the worker."""
+    """Sends the queue's calls to one worker, until no call waits or another event loop needs the worker."""
 
     def __init__(self, queue: CallQueue, pool: WorkerPool) -> None:
         self._queue, self._pool = queue, pool
         self._sent: deque[Call] = deque()
-        """Calls that the worker has not answered, in order."""
+        """Calls sent to the worker that it has not answered, oldest first."""
         # Reserved here, so that a call which blocks the event loop cannot take the place first.
         self._place = pool.reserve()
         self.is_starting = not isinstance(self._place, Worker)
         self._is_begun = self._is_late = False
         self._loop = asyncio.get_running_loop()
         self._heard_s = self._loop.time()
-        """Time of the last answer, or at which calls were sent."""
+        """Time of the worker's last answer or, if later, of sending calls to the worker."""
         self._look: asyncio.TimerHandle | None = None
         self._task = self._loop.create_task(self._run())
         self._task.add_done_callback(self._end)
 
     @property
     def silent_s(self) -> float:
-        """Seconds since the worker's last answer."""
+        """Seconds since the worker's last answer or, if later, since calls were sent."""
         return self._loop.time() - self._heard_s
 
     def give_up(self, call: Call) -> None:
-        """Note that a call is cancelled. If the worker has begun with it, the worker is killed."""
+        """Handle the cancellation of a call. If this lane's worker has begun with the call, kill the worker."""
         if self._sent and self._sent[0] is call:
             self._task.cancel()
 
@@ -183,7 +186,7 @@ class Lane:
             self._pool.release(worker) if is_whole else self._pool.discard(worker)
 
     async def _answer(self, worker: Worker) -> None:
-        """Send the calls, and hand out the answers as they arrive."""
+        """Send the calls in `_sent`, and give each its answer as soon as the answer arrives."""
         self._heard_s = self._loop.time()
         async with asyncio.timeout_at(self._heard_s + self._sent[0].timeout_s):
             await worker.send(b"".join(call.frame for call in self._sent))
@@ -202,9 +205,9 @@ class Lane:
                 self._look.cancel()
 
     def _let_go(self) -> None:
-        """If the first call takes long and another worker is allowed, give back the calls after it.
+        """Give back all calls but the first, if that takes too long and the queue may use another worker.
 
-        This worker has received them too, so it is discarded after the first call.
+        This worker has already received the calls that are given back, so it is discarded after the first call.
         """
         if len(self._sent) < 2:
             return

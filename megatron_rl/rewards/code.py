@@ -23,7 +23,8 @@ from megatron_rl.sandbox.trial import holds, parsed_names
 
 MEMORY_MIB = 512
 TOLERANCE = 1e-6
-"""Allowed difference from an expected number with a decimal point; relative if the number's magnitude exceeds 1."""
+"""Allowed difference from an expected number that has a decimal point. It is relative if the number's magnitude exceeds
+1."""
 INTEGER, NUMBER = re.compile(r"[-+]?[0-9]+"), re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
 
 
@@ -42,8 +43,8 @@ def program_output(
 
     An input or output may be text, a number or a list of lines. The program never sees an `output`.
 
-    time_s: limit for all tests together. partial: return the share of passed tests instead. packages: installed
-    packages that programs may import, such as numpy.
+    time_s: time limit for all tests together. partial: return the share of passed tests instead of 1 or 0. packages:
+    installed packages that programs may import, such as numpy.
     """
     given = [(text_of(test, "input"), text_of(test, "output")) for test in checked(tests)]
     source = find_program(completions, prompt=prompt, reads_input=any(text.strip() for text, _ in given))
@@ -94,7 +95,11 @@ def passes(prompt: str, completions: str, *_: Any, tests: Sequence[Any], **data:
 def share_passed(
     tests: Sequence[Any], is_passed: Callable[[Any, float], bool], *, time_s: float, partial: bool
 ) -> float:
-    """Run all tests within `time_s` in total and return the share passed, or 0 at a failure without `partial`."""
+    """Run the tests and return the share that passed. Without `partial`, return 0 as soon as a test fails.
+
+    is_passed: function that runs a test, given the test and its time limit in seconds. time_s: time limit for all tests
+    together. Tests for which no time is left count as failed.
+    """
     deadline, passed = time.monotonic() + time_s, 0
     for test in tests:
         left_s = deadline - time.monotonic()
@@ -131,7 +136,7 @@ def text_of(test: dict[str, Any], key: str) -> str:
 
 
 def is_same_output(printed: str, wanted: str) -> bool:
-    """Return True if each non-blank line has the same words. Numbers with a decimal point may differ by TOLERANCE."""
+    """Return True if the non-blank lines have the same words. Numbers with a decimal point may differ by TOLERANCE."""
     ours, theirs = words_of(printed), words_of(wanted)
     if [len(line) for line in ours] != [len(line) for line in theirs]:
         return False

@@ -31,7 +31,7 @@ def as_reward(given: Any) -> float:
 
 
 def as_score(given: Any) -> float | dict[str, float]:
-    """Return a reward function's result, validated: a number, or parts by name. ValueError for anything else."""
+    """Return a reward function's result if it is a number or a dict of named numbers. ValueError for anything else."""
     if not isinstance(given, Mapping):
         return as_reward(given)
     if not given or not all(isinstance(name, str) and name for name in given):
@@ -55,8 +55,9 @@ def shortened(value: Any) -> str:
 def place_of(error: BaseException, function: Callable[..., Any]) -> str:
     """Return `file:line` where `function` failed: the innermost traceback line in the folder of the function's file.
 
-    Call this where the function's error is caught. Without such a line, as when the function's result was at fault,
-    return the line that defines the function. Empty for a function without Python code.
+    Call this where the function's error is caught. If no traceback line is in that folder, for example because the
+    function's result was at fault, return the line that defines the function. Return "" for a function without Python
+    code.
     """
     code = code_of(function)
     if code is None:

@@ -37,7 +37,7 @@ TAG = re.compile(
     r"<(?=\s*(?:/\s*)?(?:score|met\b)|[|\uff5c]|/?s>|/?(?:start|end)_of_turn>|[be]os>)|\[(?=/?(?:INST|SYS))",
     re.IGNORECASE,
 )
-"""Matches the start of grade tags, and of chat templates' control tokens that would end the reply's message."""
+"""Matches the start of grade tags, and of those control tokens of chat templates that would end the reply's message."""
 
 
 class NoVerdict(RuntimeError):
@@ -60,7 +60,7 @@ class Grading:
     """
 
     question: str = QUESTION
-    """Template with {reply}, and optionally {question}, {answer} (from the prompt's row) and {best}."""
+    """Template that contains {reply}, and optionally {question}, {answer} (of the prompt's row) and {best}."""
     best: float = 10.0
     attempts: int = 3
 
@@ -74,7 +74,7 @@ class Grading:
                 raise ValueError(f"{key} = {value!r}: {rule}.")
 
     def asked(self, prompt: str, reply: str, data: dict[str, Any]) -> list[dict[str, str]]:
-        """Return the messages for a judge. prompt: the question's text, if `data` has no `messages`.
+        """Return the messages to send to a judge. prompt: text used as the question if `data` has no `messages`.
 
         ValueError if the template has {answer} but `data` has no answer.
         """
@@ -103,7 +103,7 @@ class Grading:
         return grade / self.best if grade <= self.best else None
 
     async def grade(self, verdict: Callable[[int], Awaitable[str]]) -> float:
-        """Return the grade of the first `verdict(attempt)` that has one. NoVerdict if none of the attempts has."""
+        """Call `verdict(attempt)` until a verdict has a grade, and return that. NoVerdict if no attempt yields one."""
         for attempt in range(self.attempts):
             if (grade := self.grade_of(await verdict(attempt))) is not None:
                 return grade
@@ -187,7 +187,7 @@ class Judge(AwaitedReward):
     ) -> None:
         """question, best, attempts: as in Grading. urls, concurrent, timeout_s, token_file: as in Servers.
 
-        max_tokens: limit of a verdict, including thoughts.
+        max_tokens: maximum number of tokens of a verdict, including thoughts.
         model: name of the judge, if the servers have several models.
         timeout_s must be below the workflow's reward_timeout_s, which limits all attempts together. Otherwise a server
         that hangs would use up all the time, and no other server would be asked.
@@ -219,7 +219,7 @@ class Judge(AwaitedReward):
             raise JudgeFailed(str(error)) from error
 
     def _grading_by(self, data: dict[str, Any]) -> Grading:
-        """Return the grading for a prompt whose columns are `data`."""
+        """Return the Grading for a prompt. data: columns of the prompt's row."""
         return self._grading
 
     async def reach(self, patience_s: float) -> bool:
@@ -250,7 +250,7 @@ class Rubric(Judge):
         attempts: int = 3,
         **options: Any,
     ) -> None:
-        """criteria: those applied to every prompt. options: further options of Judge."""
+        """criteria: criteria for every prompt. options: further arguments of Judge."""
         super().__init__(urls, attempts=attempts, **options)
         if "{criteria}" not in question:
             raise ValueError(f"question = {question!r}: must have {{criteria}}, where the judge reads them.")

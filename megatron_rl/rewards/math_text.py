@@ -58,7 +58,7 @@ mile/hour mph, km/hour kph, ml mL milliliter, liter L litre, cent, dollar USD, e
 N newton, J joule, W watt, V volt, K kelvin, am AM, pm PM
 """
 UNITS = {name: names.split()[0] for names in UNIT_NAMES.split(",") for name in names.split()}
-"""Each unit's names, with the first of them."""
+"""{name of a unit: the unit's first name}."""
 UNIT = re.compile(
     r"(?P<value>.*[\d})|]|.*\\pi|.*\\infty)(?P<gap>\s*)"
     r"(?P<unit>(?:(?:square|cubic|sq|cu)\.? )?[A-Za-z]+(?:/[A-Za-z]+|(?: per)? [A-Za-z]+){0,2})\.?"
@@ -73,7 +73,11 @@ NO_UNITS = frozenset(
 
 @dataclass(frozen=True)
 class Quantity:
-    """A value and its unit: a name in UNITS or any other word, or empty. is_percent: the value is a percentage."""
+    """A value and its unit.
+
+    unit: a unit's first name in UNITS or any other word; empty if there is no unit. is_percent: True if the value is a
+    percentage.
+    """
 
     value: str
     unit: str = ""
@@ -81,7 +85,7 @@ class Quantity:
 
 
 def plain(text: str) -> str:
-    """Normalise an answer's notation without changing its value: mathematical symbols, sizes, spaces, fonts."""
+    """Normalise an answer's mathematical symbols, sizes, spaces and fonts, without changing its value."""
     for sign, command in SIGNS.items():
         text = text.replace(sign, command)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺]+", lambda it: f"^{{{it[0].translate(SUPERSCRIPTS)}}}", text)
@@ -132,7 +136,7 @@ def unwrapped(text: str) -> str:
 
 
 def key(text: str) -> str:
-    """Return a normalised answer's text for comparison: without unnecessary spaces, and with words in lower case."""
+    """Return a normalised answer in the form that is compared: no unnecessary spaces, and words in lower case."""
     text = re.sub(r"(?<![A-Za-z])(?<!\d)\s+|\s+(?![A-Za-z\d])|(?<=\d)\s+(?=[A-Za-z])|(?<=[A-Za-z])\s+(?=\d)", "", text)
     text = re.sub(r"\{(\\?[A-Za-z0-9]+)\}", r"{\1}", text.strip(" ."))
     text = re.sub(r"([\^_])\{(\w)\}", r"\1\2", text)
@@ -212,7 +216,10 @@ def as_set(text: str) -> list[str] | None:
 
 
 def as_bracketed(text: str) -> tuple[str, list[str]] | None:
-    """Return brackets and entries of a tuple or interval, `[)` and `0`, `1` for `[0, 1)`; None for any other text."""
+    """Return the brackets and the entries of a tuple or an interval; None for any other text.
+
+    For `[0, 1)` these are `[)` and the list of `0` and `1`.
+    """
     if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]":
         return None
     depths = list(itertools.accumulate(BRACKETS.get(sign, 0) for sign in text))
@@ -226,7 +233,10 @@ RELATION = re.compile(r"\s*(<|>|\\le(?![A-Za-z])|\\ge(?![A-Za-z]))\s*")
 
 
 def as_range(text: str) -> tuple[str, str, list[str]] | None:
-    """Return variable, brackets and ends of a range, `x`, `(]` and `2`, `5` for `2 < x \\le 5`; None for other text."""
+    """Return the variable, the brackets and the ends of a range; None for any other text.
+
+    For `2 < x \\le 5` these are `x`, `(]` and the list of `2` and `5`.
+    """
     parts = RELATION.split(text)
     if len(parts) not in (3, 5) or any(not part.strip() for part in parts):
         return None

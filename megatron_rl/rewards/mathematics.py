@@ -95,7 +95,7 @@ def is_short(text: str, wanted: str) -> bool:
 
 
 def is_equal(wanted: str, given: str) -> bool:
-    """Return True if two answers are equal, as text or in meaning."""
+    """Return True if two answers are equal, either as text or in meaning."""
     if given.strip() == wanted.strip():
         return True
     ours, theirs = (plain(given), plain(wanted)) if is_short(given, wanted) else ("", "")
@@ -126,7 +126,7 @@ def are_equal(wanted: str, given: str) -> bool:
 
 
 def without_name(wanted: str, given: str) -> tuple[str, str]:
-    """Remove from two answers the names of their values: `f(2) =` from f(2) = 5, and `x \\in` from x \\in [0, 1]."""
+    """Remove the names of values from two answers: `f(2) =` from f(2) = 5, and `x \\in` from x \\in [0, 1]."""
     wanted, given = (re.sub(r"^\\?[A-Za-z]+\s*\\in(?![A-Za-z])\s*", "", text) for text in (wanted, given))
     left, right = named(wanted), named(given)
     if left is not None and right is not None and key(left[0]) != key(right[0]):
@@ -292,13 +292,13 @@ OR = re.compile(r"\s*\bor\b\s*")
 CUP = re.compile(r"\\cup(?![A-Za-z])")
 JOINED = re.compile(r"(?<=\b[a-z])\s*(?:\\cdot\s*|\*\s*|\s)(?=[a-z]\b)")
 FORMULA = re.compile(r"(?:[A-Z][a-z]?(?:_\s*\{?\d+\}?)?\s*){2,}")
-"""Matches chemical formulas. Unlike products, they depend on the order of their letters."""
+"""Matches chemical formulas. Unlike in a product, the order of the letters matters in a formula."""
 SPACED_DIGITS = re.compile(r"\d\s+\d")
 PLUS_MINUS = re.compile(r"\s*\\pm(?![A-Za-z])\s*")
 BASE = re.compile(r"(?<![A-Za-z}])\d+\s*_\s*\{?\d")
 RATIO = re.compile(r"^(\d+)\s*:\s*(\d+)$")
 LONGEST_ANSWER = 200
-"""Longest answer that is compared: this many characters, plus four times the right answer's length."""
+"""An answer is compared only if it has at most this many characters plus four times the right answer's length."""
 COMMAND = re.compile(r"\\([A-Za-z]+)")
 OF_VALUES = frozenset(
     "frac dfrac tfrac cfrac sqrt pi cdot times div left right infty sin cos tan cot sec csc arcsin arccos arctan sinh "
@@ -320,7 +320,7 @@ TAKEN_BACK = re.compile(
 
 
 def is_taken_back(reply: str, found: str) -> bool:
-    """Return True if the text around an unboxed answer negates it, or makes it one of several or a percentage."""
+    """Return True if the text around an unboxed answer negates it, or shows it to be a percentage or one of several."""
     place = reply.rfind(found)
     before, after = reply[max(0, place - 40) : place], reply[place + len(found) :][:10]
     return place >= 0 and bool(TAKEN_BACK.search(f" {before}") or re.match(r"[\s$*\\]*%|\s*(?:or|=|!=)(?!\w)", after))

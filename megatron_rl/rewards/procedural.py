@@ -28,8 +28,8 @@ def reasoning_gym(
 ) -> float:
     """Score the content of the reply's `<answer>..</answer>`, or else the whole reply, by the task's own scorer.
 
-    The result is 1 or 0, or with `partial` any score in between. Some scorers evaluate the text as code, so they run
-    sandboxed. Text that makes a scorer raise or hang scores 0.
+    The result is 1 or 0; with `partial`, it may also lie in between. Some scorers evaluate the text as code, so they
+    run sandboxed. Text that makes a scorer raise or hang scores 0.
     """
     entry = {"question": question, "answer": answer, "metadata": metadata}
     said = answer_of(prompt, completions)

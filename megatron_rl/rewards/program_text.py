@@ -32,12 +32,17 @@ ITEM = re.compile(r"^[ \t]*(?:[-*+]|[0-9]{1,3}[.)])[ \t]+(?=`{3}|~{3})", re.MULT
 LONGEST_PROGRAM = 100_000
 """Length in characters above which a text is not compiled, and so not recognized as a program."""
 MOST_CHARACTERS, MOST_BLOCKS = 200_000, 50
-"""Only so many characters at a reply's end are searched for code blocks, and only so many of the last blocks count."""
+"""Code blocks are searched for in at most MOST_CHARACTERS at a reply's end, and only the last MOST_BLOCKS of them
+count."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A code block of a reply. language: None if the block names none. is_closed: whether a fence ends the block."""
+    """A code block of a reply.
+
+    language: None if the block's fence names no language. is_closed: True if a fence ends the block. lines: indices in
+    the text of the block's first line (the fence) and of the line after the block.
+    """
 
     source: str
     language: str | None = None
@@ -46,7 +51,7 @@ class Block:
 
 
 def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", reads_input: bool = False) -> str:
-    """Return a reply's program: all of it if that compiles, else the fittest code block, else all text after thoughts.
+    """Return the reply if it compiles, or else its fittest code block, or else its text after the thoughts.
 
     names: names that the program should define. prompt: the prompt's text, which may have opened the reply's thought.
     """
@@ -63,7 +68,11 @@ def find_program(reply: str, names: Collection[str] = (), *, prompt: str = "", r
 
 
 def fitness(block: Block, names: Collection[str], *, reads_input: bool) -> tuple[int, ...]:
-    """Return the criteria that rank a block as the program, most important first; higher values are better."""
+    """Return the block's rank as a candidate for the program: a tuple of criteria, most important first.
+
+    Higher values are better. names: names that the program should define. reads_input: True if the program should read
+    its input.
+    """
     is_python = block.language is None or block.language in PYTHON
     facts = facts_of(block.source)
     if facts is None:
@@ -82,7 +91,7 @@ def fitness(block: Block, names: Collection[str], *, reads_input: bool) -> tuple
 
 @dataclass(frozen=True)
 class Facts:
-    """Properties of a program's text. missing: global names that the program uses but does not define."""
+    """Properties of a program's text. missing: global names that the program reads but does not define."""
 
     defined: frozenset[str]
     missing: frozenset[str]
@@ -166,7 +175,8 @@ def blocks_of(text: str) -> list[Block]:
 def split_blocks(text: str) -> list[Block]:
     """Return the blocks between fences at any position, because some models write fences that CommonMark ignores.
 
-    Those follow other text on their line, follow another fence directly, or are both on one line.
+    CommonMark ignores a fence that follows other text on its line or directly follows another fence, and two fences on
+    one line.
     """
     parts = text.split(FENCE)
     found = []
@@ -192,7 +202,10 @@ def block_of(token: Token) -> Block:
 
 
 def rejoined(blocks: list[Block], lines: list[str]) -> list[Block]:
-    """Return the blocks cut off by a fence in one of their strings, extended to the last fence of the text."""
+    """Return the Python blocks that a fence inside a string has cut off, extended to the text's last fence.
+
+    blocks: the blocks that were found. lines: the text's lines.
+    """
     ends = [number for number, line in enumerate(lines) if re.fullmatch(r"\s*(?:`{3,}|~{3,})\s*", line)]
     cut = [it for it in blocks if it.language in PYTHON][-4:]
     cut = [it for it in cut if not compiles(it.source[:LONGEST_PROGRAM])]

@@ -29,7 +29,7 @@ For a function that returns several named numbers, weight may be a dict of weigh
 
 
 class AwaitedReward(abc.ABC):
-    """Reward that waits for something external and holds resources such as connections. Use it in one event loop only.
+    """Reward that waits for an external service and holds resources such as connections. Use it in one event loop only.
 
     class Known(AwaitedReward):  # rollout.recipe: [{reward: "my_rewards:Known"}]
         async def __call__(self, prompt, completions, prompt_ids, completion_ids, **data):
@@ -56,12 +56,16 @@ class AwaitedReward(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Release the resources. Called in the event loop that uses the reward; may be called twice."""
+        """Release the resources. This is called in the event loop that uses the reward, and may be called twice."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ingredient:
-    """One reward of a recipe. function: bound to `args`. A worker resolves `path` and binds `args` itself."""
+    """One reward of a recipe.
+
+    function: the reward function with `args` bound to it, for this process. A worker process resolves `path` and binds
+    `args` itself.
+    """
 
     name: str
     path: str
@@ -75,7 +79,7 @@ class Ingredient:
 
     @property
     def task(self) -> tuple[str, str, dict[str, Any]]:
-        """Return name, import path and arguments, as the reward service takes them."""
+        """Return the tuple of name, import path and arguments that the reward service takes."""
         return self.name, self.path, self.args
 
 
@@ -103,8 +107,9 @@ def ingredients(key: str, parts: Sequence[Part], import_from: list[str] | None) 
 class Scored:
     """A reward with its parts.
 
-    value: the weighted sum, which also holds the parts if there are several. parts: unweighted values by ingredient
-    name, or by NAME/PART if the ingredient returns parts. seconds: computing time by ingredient name.
+    value: the weighted sum; this Reward also holds the parts if there are several. parts: {ingredient's name:
+    unweighted value}; if the ingredient returns several numbers, each has the key NAME/PART. seconds: {ingredient's
+    name: computing time}.
     """
 
     value: Reward
@@ -121,7 +126,7 @@ class Recipe:
     """
 
     def __init__(self, found: list[Ingredient], service: RewardService) -> None:
-        """service: computes the ingredients that are not awaited, in the order of `found`."""
+        """service: its rewards must be those ingredients that are not awaited, in the order of `found`."""
         self.ingredients, self.service = found, service
         self._awaited = [ingredient for ingredient in found if ingredient.is_awaited]
         self._plain = [ingredient for ingredient in found if not ingredient.is_awaited]
@@ -140,7 +145,10 @@ class Recipe:
         return self.added(self.service.call_now(data)).value
 
     async def score(self, arguments: dict[str, Any], timeout_s: float) -> Scored:
-        """Compute all parts concurrently, each within `timeout_s`. RewardFailed or RewardTimeout names the part."""
+        """Compute all parts concurrently. RewardFailed or RewardTimeout names the part that failed.
+
+        timeout_s: time limit of each part in seconds.
+        """
         if not self._awaited:
             return self.added(await self.service.call(arguments, timeout_s))
         parts = [wait_for(ingredient, arguments, timeout_s) for ingredient in self._awaited]
@@ -157,7 +165,7 @@ class Recipe:
         await reach(self.ingredients, patience_s)
 
     async def close(self) -> None:
-        """Release all resources. Called in the event loop of the awaited parts; may be called twice."""
+        """Release all resources. Call this in the event loop of the awaited parts. It may be called twice."""
         for reward in self._held:
             await reward.close()
         self.service.close()
@@ -168,7 +176,7 @@ class Recipe:
             reward.check_deadline(timeout_s)
 
     def added(self, scores: list[Score]) -> Scored:
-        """Return the weighted sum of the ingredients' scores. scores: in the order of the ingredients."""
+        """Return the weighted sum of the ingredients' scores. scores: one per ingredient, in the same order."""
         value, parts, seconds = 0.0, {}, {}
         for ingredient, score in zip(self.ingredients, scores, strict=True):
             seconds[ingredient.name] = score.seconds

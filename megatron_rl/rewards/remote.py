@@ -1,4 +1,5 @@
-"""Rewards from a server, such as a reward model, requested over HTTP in batches (form: docs/workflows.md)."""
+"""Rewards from a server, such as a reward model, requested over HTTP in batches. docs/workflows.md specifies the
+form."""
 
 from __future__ import annotations
 
@@ -40,9 +41,10 @@ class RemoteReward(AwaitedReward):
         token_file: str = "",
         columns: Sequence[str] = ("answer",),
     ) -> None:
-        """most_items: maximum size of a batch. patience_s: how long a reply waits for others to join its batch.
+        """most_items: maximum size of a batch. patience_s: seconds that a reply waits for others to join its batch.
 
-        concurrent, timeout_s: limits of a server's batches and of one batch's time; the recipe's deadline holds too.
+        concurrent: maximum number of simultaneous batches per server. timeout_s: time limit of one batch; the recipe's
+        deadline holds, too.
         columns: columns of the prompt's row to send in addition to prompt and reply.
         """
         if isinstance(columns, str) or {"prompt", "reply"} & set(columns):

@@ -25,7 +25,7 @@ FIRST_REST_S, LONGEST_REST_S = 1.0, 60.0
 CONNECT_S = 5.0
 MOST_ANSWER_BYTES = 16 << 20
 REFUSALS = (400, 413, 422)
-"""Status codes that blame the request, not the server."""
+"""HTTP status codes with which a server says that the request is at fault."""
 
 
 class RemoteFailure(InfrastructureFailure):
@@ -40,9 +40,10 @@ class RemoteRefusal(RemoteFailure):
 
 @dataclass
 class Circuit:
-    """Circuit breaker of one server. After several failures in a row it opens: the server gets no requests for a while.
+    """Circuit breaker of one server.
 
-    After that pause, the server gets one request at a time until one succeeds.
+    After several failures in a row, the server gets no requests for a pause. After the pause, the server gets one
+    request at a time until one succeeds.
     """
 
     url: str
@@ -75,7 +76,7 @@ class Servers:
     """
 
     def __init__(self, urls: Sequence[str], *, concurrent: int, timeout_s: float, token_file: str = "") -> None:
-        """concurrent: limit of simultaneous requests per server. timeout_s: limit of one request.
+        """concurrent: maximum number of simultaneous requests per server. timeout_s: time limit of one request.
 
         token_file: file with the servers' bearer token.
         """
@@ -90,11 +91,12 @@ class Servers:
     async def ask(
         self, body: dict[str, Any], read: Callable[[Any], T], is_wanted: Callable[[], bool] = lambda: True
     ) -> T:
-        """Post `body` to a server and return `read(its JSON answer)`, after at most ATTEMPTS attempts.
+        """Post `body` to a server and return `read(its JSON answer)`. Make at most ATTEMPTS attempts.
 
-        RemoteFailure says why the last attempt failed. `read` must raise ValueError, TypeError, KeyError or IndexError
-        for an invalid answer. A waiting request is dropped once `is_wanted` returns False. Otherwise unwanted requests
-        would accumulate while all circuits are open, and would delay the requests that are still wanted.
+        If all attempts fail, RemoteFailure says why the last one did. `read` must raise ValueError, TypeError, KeyError
+        or IndexError for an invalid answer. A request that waits for a server is dropped once `is_wanted` returns
+        False. Otherwise unwanted requests would accumulate while all circuits are open, and would delay the requests
+        that are still wanted.
         """
         for attempt in range(1, ATTEMPTS + 1):
             circuit = await self._choose(is_wanted)
@@ -138,7 +140,7 @@ class Servers:
             await session.close()
 
     async def _choose(self, is_wanted: Callable[[], bool]) -> Circuit:
-        """Return the usable server with the fewest requests. Wait while all are busy or pausing."""
+        """Return the usable server with the fewest requests. While all are busy or pausing, wait for one."""
         while is_wanted():
             free = [it for it in self._circuits if it.in_flight < self._concurrent and not it.is_open()]
             if free:

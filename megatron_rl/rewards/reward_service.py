@@ -1,6 +1,6 @@
 """Computes rewards in a bounded number of worker processes.
 
-If a call times out, is cancelled or returns an invalid answer, its worker is killed, with all processes it started.
+If a call times out, is cancelled or returns an invalid answer, its worker is killed with all processes it started.
 Another worker takes its place (worker_pool.py).
 """
 
@@ -109,7 +109,8 @@ class RewardService:
     async def call(self, arguments: dict[str, Any], timeout_s: float) -> list[Score]:
         """Compute the rewards of one reply. The time limit starts once a worker is free.
 
-        RewardTimeout after `timeout_s`, RewardLost if the worker died, RewardFailed if a reward raised.
+        RewardTimeout if the worker takes longer than `timeout_s`, RewardLost if it dies, RewardFailed if a reward
+        raises an exception.
         """
         frame, loop = self.pool.frame(arguments), asyncio.get_running_loop()
         if (queue := self._queues.get(loop)) is None:
@@ -121,7 +122,7 @@ class RewardService:
         return scores
 
     def call_now(self, arguments: dict[str, Any], timeout_s: float = SYNCHRONOUS_S) -> list[Score]:
-        """Compute like `call`, but blocking, as WorkerPool.ask_now does."""
+        """Compute the rewards of one reply as `call` does, but block until they are there (see WorkerPool.ask_now)."""
         with self._named_errors(timeout_s):
             content = self.pool.ask_now(self.pool.frame(arguments), timeout_s)
         return self._scores(content)

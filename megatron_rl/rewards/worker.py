@@ -43,7 +43,7 @@ from megatron_rl.sandbox.lock import PR_SET_DUMPABLE, PR_SET_PDEATHSIG, address_
 from megatron_rl.telemetry import stats_tracker
 
 LENGTH = struct.Struct("!i")
-"""Form of the length in front of a frame's content, up to 2 GiB."""
+"""Format of the number in front of a frame's content: the content's length in bytes, up to 2 GiB."""
 PR_SET_CHILD_SUBREAPER = 36
 MOST_MESSAGE_BYTES = 8192
 """Maximum size of a control message, which may contain a file path."""
@@ -51,16 +51,16 @@ MOST_PRINTED_BYTES = 256 << 10
 """Maximum output copied to a worker's log file; later output is dropped."""
 THE_TRAINERS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 Answering = Callable[[Any], dict[str, Any]]
-"""Returns the answer to a request."""
+"""Function that takes a request and returns the answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
     """Settings that a pool passes to its processes at start.
 
-    prepare: import path of a function that takes `given` and returns the answering function, called before any fork.
-    folder: each worker gets a subfolder of it. memory_bytes: memory limit of a worker on top of what it uses at its
-    start; 0 for none.
+    prepare: import path of a function that is called with the arguments `given` before any fork, and returns the
+    function that answers requests. folder: folder in which each worker gets a subfolder. memory_bytes: memory that a
+    worker may allocate in addition to what it has at its start; 0 for no limit.
     """
 
     prepare: str
@@ -92,7 +92,10 @@ def main() -> None:
 
 
 def computing(rewards: list[tuple[str, str, dict[str, Any]]], import_from: list[str] | None) -> Answering:
-    """Load the rewards and return the answering function. rewards: name, import path and further arguments of each."""
+    """Load the rewards and return the function that answers requests.
+
+    rewards: (name, import path, further arguments) of each reward.
+    """
     functions = {
         name: with_args(resolve(path, key="reward", kind="reward", import_from=import_from), arguments)
         for name, path, arguments in rewards
@@ -209,7 +212,7 @@ class Printed:
         os.set_blocking(reader, False)
 
     def read(self) -> bool:
-        """Copy the available output. Return False if there is none, or if the output has ended."""
+        """Copy the available output to the log file. Return False if there is none, or if the output has ended."""
         try:
             part = os.read(self.reader, 1 << 16)
         except BlockingIOError:
@@ -232,7 +235,7 @@ def children_here() -> set[int]:
 
 
 def work(end: Connection, folder: str, answering: Answering, memory_bytes: int, parent: int) -> None:
-    """Answer requests until the pool closes its end, which raises EOFError. A first frame says "ready"."""
+    """Tell the pool that this worker is ready, then answer requests until EOFError: the pool has closed its end."""
     os.setpgid(0, 0)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     # The parent may have died before prctl took effect.
@@ -249,10 +252,10 @@ def work(end: Connection, folder: str, answering: Answering, memory_bytes: int, 
 
 
 def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return `{"values": [[value, seconds], ..]}` with an entry per reward, where a value may be an object of parts.
+    """Return `{"values": [[value, seconds], ..]}` with one entry per reward. A value may be an object of parts.
 
     If a reward raises, return `{"error": [reward, message, traceback, file:line, kind]}`, where kind is the kind of
-    infrastructure failure or empty.
+    infrastructure failure; it is empty for any other error.
     """
     values = []
     stats_tracker.take()  # leftovers of a failed call
@@ -269,5 +272,5 @@ def answer(rewards: dict[str, Callable[..., Any]], arguments: dict[str, Any]) ->
 
 
 def logged() -> dict[str, Any]:
-    """Return the part of an answer that holds log_metric's sums and counts, as strings because JSON has no NaN."""
+    """Return the part of an answer that holds log_metric's sums and counts. They are strings: JSON has no NaN."""
     return {"logged": {name: list(map(repr, sums)) for name, sums in stats_tracker.take().items()}}

@@ -28,7 +28,8 @@ from megatron_rl.rewards.worker import LENGTH, Setup
 logger = logging.getLogger(__name__)
 
 START_S = 120.0
-"""Time limit for the start of a worker. It includes the imports, for which the first worker waits."""
+"""Time limit for the start of a worker in seconds. It includes the forking process's imports, which the first workers
+wait for."""
 STOP_S = 5.0
 MOST_QUICK_DEATHS, QUICK_S = 3, 60.0
 """A forking process that dies within QUICK_S is replaced at most MOST_QUICK_DEATHS times in a row."""
@@ -58,9 +59,9 @@ class WorkerPool:
         memory_bytes: int = 0,
         stacks: int | None = None,
     ) -> None:
-        """kind: the kind of work, named in messages. prepare, given, memory_bytes: as in Setup.
+        """kind: the kind of work, named in messages. prepare, given, memory_bytes: as in worker.Setup.
 
-        stacks: an open file for `show_stacks`.
+        workers: maximum number of workers. stacks: descriptor of an open file for `show_stacks`.
         """
         self.kind, folder = kind, tempfile.mkdtemp(prefix=f"{kind}-")
         self._setup = Setup(prepare=prepare, given=given, sys_path=sys.path, folder=folder, memory_bytes=memory_bytes)
@@ -68,7 +69,7 @@ class WorkerPool:
         self._lock = threading.Lock()
         self._idle: list[Worker] = []
         self._waiting: deque[tuple[int, asyncio.Future[Worker | None]]] = deque()
-        """Thread and future of each call that waits for a worker, or for the slot of one."""
+        """Thread and future of each call that waits for a worker, or for a slot in which it may start one."""
         self._count = 0
         self._numbers = itertools.count()
         self._quick_deaths = 0
@@ -92,7 +93,7 @@ class WorkerPool:
         shutil.rmtree(self._setup.folder, ignore_errors=True)  # still there if the process was killed
 
     def show_stacks(self) -> None:
-        """Have every worker write its stack traces to the file `stacks`."""
+        """Make every worker write its stack traces to the file `stacks`."""
         with suppress(OSError):  # the processes are gone
             tell(self._control, "stacks")
 
@@ -154,7 +155,10 @@ class WorkerPool:
         return await self.started(self.reserve(), log)
 
     def reserve(self) -> Place:
-        """Take an idle worker, room for one, or a place in the line for either. `started` or `give_up` follows."""
+        """Take an idle worker, a slot for a new worker, or else a place in the queue for one of these.
+
+        Pass the result to `started` to get the worker, or to `give_up`.
+        """
         self._revive()
         with self._lock:
             if self._idle:
@@ -167,14 +171,17 @@ class WorkerPool:
             return waiter
 
     def give_up(self, place: Place) -> None:
-        """Leave what `reserve` has taken to others."""
+        """Release what `reserve` took."""
         if not isinstance(place, asyncio.Future):
             self.release(place)
         elif not place.cancel() and not place.cancelled():
             self.release(place.result())
 
     async def started(self, place: Place, log: str = "") -> Worker:
-        """Return the worker at a place that was reserved, starting it if needed. As `acquire`."""
+        """Return the worker for a place that `reserve` returned. Wait for the worker or start it, if needed.
+
+        log, errors: as for `acquire`.
+        """
         try:
             worker = await place if isinstance(place, asyncio.Future) else place
         except asyncio.CancelledError:  # perhaps just after another call gave it a worker
@@ -204,7 +211,8 @@ class WorkerPool:
     def ask_now(self, frame: bytes, timeout_s: float) -> bytes:
         """Send a frame and return the content of the answer, blocking, with or without a running event loop.
 
-        It does not wait for a free worker: if all are busy, it starts one above the limit. TimeoutError or WorkerDied.
+        This does not wait for a free worker: if all are busy, it starts one more, even above the limit. TimeoutError if
+        the answer takes longer than `timeout_s`, WorkerDied if the worker dies.
         """
         self._revive()
         with self._lock:
@@ -222,14 +230,14 @@ class WorkerPool:
             self.release(worker) if is_whole else self.discard(worker)
 
     def _give(self, waiter: asyncio.Future[Worker | None], worker: Worker | None) -> None:
-        """Give a worker or a slot to a waiter of another thread's event loop. Called on that loop."""
+        """Give a worker or a slot to a call that waits in the event loop of another thread. Runs in that loop."""
         if waiter.done():  # cancelled meanwhile
             self.release(worker)
         else:
             waiter.set_result(worker)
 
     def _new_worker(self, log: str = "") -> Worker:
-        """Start a worker in a slot that the caller has already counted."""
+        """Start a worker in a slot that the caller has already taken."""
         try:
             self._revive()  # it may have died while this call waited for the slot
             ours, theirs = socket.socketpair()
@@ -248,7 +256,7 @@ class WorkerPool:
         return worker
 
     def release(self, worker: Worker | None) -> None:
-        """Give a worker, or only its slot if `worker` is None, to the first waiter."""
+        """Give a worker to the first call that waits for one. If `worker` is None, only give its slot."""
         with self._lock:
             if worker is not None and worker.control is not self._control:  # died with the process that forked it
                 worker.socket.close()
@@ -273,7 +281,7 @@ class WorkerPool:
             self.discard(worker)
 
     def discard(self, worker: Worker, *, is_alone: bool = False) -> None:
-        """Kill a worker and all processes it started. is_alone: the worker has reported that it has no child left."""
+        """Kill a worker and all processes it started. is_alone: True if it has reported that no child is left."""
         worker.socket.close()
         with suppress(OSError):  # the processes are gone
             tell(worker.control, f"{'end' if is_alone else 'sweep'} {worker.number}")
@@ -312,7 +320,7 @@ class Worker:
         self.number, self.socket, self.control = number, end, control
         end.setblocking(False)
         self._received = bytearray()
-        """Bytes of answers that nobody has taken yet."""
+        """Bytes received from the worker that `heard` has not returned yet."""
 
     async def ask(self, frame: bytes) -> bytes:
         """Send a frame and return the content of the answer."""
@@ -320,7 +328,7 @@ class Worker:
         return await self.hear()
 
     async def send(self, frames: bytes) -> None:
-        """Send one frame or several, which together fit into the socket's buffer if they are several."""
+        """Send one frame or several. Several frames must together fit into the socket's buffer."""
         try:
             await asyncio.get_running_loop().sock_sendall(self.socket, frames)
         except OSError as error:
@@ -333,9 +341,9 @@ class Worker:
         return content
 
     def heard(self) -> bytes | None:
-        """Return the content of the next frame, or None if it was not received as a whole.
+        """Return the content of the next frame, or None if the frame has not arrived as a whole.
 
-        WorkerDied if it exceeds MOST_ANSWER_BYTES, because the worker can no longer be trusted.
+        WorkerDied if the frame exceeds MOST_ANSWER_BYTES, because the worker can no longer be trusted.
         """
         if len(self._received) < LENGTH.size:
             return None
@@ -361,11 +369,14 @@ class Worker:
 
     @property
     def is_silent(self) -> bool:
-        """False if the worker has sent more than it was asked for. It can then no longer be trusted."""
+        """False if the worker has sent more bytes than its answers had. It can then no longer be trusted."""
         return not self._received
 
     def ask_now(self, frame: bytes, timeout_s: float, *, is_new: bool) -> bytes:
-        """Ask like `ask`, but blocking. If the worker is new, first wait until it reports that it is ready."""
+        """Send a frame and return the content of the answer, like `ask`, but block this thread until then.
+
+        is_new: True to wait first until the worker reports that it is ready.
+        """
         try:
             if is_new:
                 self._hear_now(time.monotonic() + START_S)
@@ -392,4 +403,4 @@ class Worker:
 
 
 Place: TypeAlias = Worker | asyncio.Future[Worker | None] | None
-"""An idle worker, a place in the line for one, or room for a new one (None)."""
+"""What `reserve` took: an idle worker, a place in the queue (a future), or a slot for a new worker (None)."""

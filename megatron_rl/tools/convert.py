@@ -143,7 +143,7 @@ def _to_hf(source: Path, target: Path, groups: ParallelGroups, say: Callable[[st
 def _announce(target: Path, arch: Architecture, size: int, carried: int, say: Callable[[str], None]) -> None:
     """Report the model's size. RuntimeError if the disk cannot hold the result plus a scratch file of the same size.
 
-    carried: bytes of further tensors, which are copied without the scratch file.
+    carried: total bytes of the tensors that are copied without the scratch file.
     """
     free, needed = shutil.disk_usage(target.parent).free, 2 * size + carried
     if free < needed:
@@ -200,7 +200,7 @@ def _has_tensor(part: Any) -> bool:
 
 
 def _empty_model(folder: Path, arch: Architecture, groups: ParallelGroups) -> list[Any]:
-    """Build the model without loading weights. The kernel allocates no pages for parameters that are never written."""
+    """Build the model without loading weights. Memory pages are allocated only for parameters that are written."""
     config = EngineConfig(model=ModelConfig(path=str(folder)))
     return build_chunks(arch, transformer_config(arch, config, {}), groups, config)
 

@@ -30,9 +30,9 @@ RESULTS, LOCK = "eval.jsonl", "eval.lock"
 def evaluate(path: Path, overrides: list[str]) -> str:
     """Evaluate a config's model, or the newest weights in a run's folder. Return a line of metrics for each set.
 
-    A last line has the path of the results. Writes eval.jsonl into run.folder: each prompt's set, index, digest,
-    rewards and final answers. Uses the servers in rollout.servers, which must hold the weights, or starts servers and
-    stops them at the end.
+    The returned text's last line has the path of the results. Writes eval.jsonl into run.folder: each prompt's set,
+    index, digest, rewards and final answers. Uses the servers in rollout.servers, which must hold the weights, or
+    starts servers and stops them at the end.
     """
     config = load_config(*where_it_is(path, overrides))
     prompts = load_held_out(config)
@@ -71,7 +71,7 @@ def evaluate(path: Path, overrides: list[str]) -> str:
 def answers(
     config: TrainConfig, folder: Path, tokenizer: PreTrainedTokenizerBase, prompts: list[dict[str, Any]]
 ) -> TrajectoryBatch:
-    """Generate and score the replies to all prompts. Servers that this starts are stopped at the end."""
+    """Generate and score the replies to all prompts. If this function starts servers, it also stops them."""
     servers = servers_of(config)
     engine, recipe = RemoteSGLangEngine(servers, seed=config.run.seed), serve_rewards(config)
     supervisor: Supervisor | None = None

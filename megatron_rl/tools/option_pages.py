@@ -27,7 +27,7 @@ WIDTH = 120
 
 @dataclass(frozen=True, kw_only=True)
 class DescribedOption:
-    """One option. Only `megatron` has an empty section."""
+    """One option of the config. `section` is empty only for the option `megatron`."""
 
     section: str
     key: str
@@ -36,7 +36,7 @@ class DescribedOption:
     default: str
     """The default value as YAML. `required` if there is no default, empty for a nested section."""
     rule: str
-    """The rule and, after a semicolon, a hint; empty if every value of the type is valid."""
+    """The rule for valid values and, after a semicolon, a hint; empty if every value of the type is valid."""
     doc: str
     """The docstring below the field, joined into one line."""
 

@@ -46,7 +46,7 @@ class Attempt:
             del self._calls[key]
 
     async def end(self) -> None:
-        """Cancel what is in flight and wait at most ENDING_S for it.
+        """Cancel the samples and calls in flight, and wait at most ENDING_S for them to end.
 
         A task that is being cancelled already, as by asyncio.gather, is cancelled again only after that time: a second
         cancellation would interrupt its cleaning up.

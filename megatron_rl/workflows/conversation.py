@@ -34,16 +34,18 @@ class Conversation:
         self.logprobs = torch.empty(0)
         self.versions = torch.empty(0, dtype=torch.int32)
         self.routes: Tensor | None = None
-        """MoE routes (experts chosen per layer) of the first tokens, as far as a server has reported them."""
+        """MoE routes (the experts chosen per layer) of the dialogue's first tokens, as far as servers have reported
+        them."""
         self.support: Tensor | None = None
-        """The tokens that each token was sampled from (megatron_rl/support.py). None if no reply has supports."""
+        """Supports: the tokens that each token was sampled from (megatron_rl/support.py). None if no reply has
+        supports."""
         self.adjustment: Tensor | None = None
         """How penalties and biases changed the logits of these tokens. None if no reply has adjustments."""
         self.earned: list[tuple[int, float]] | None = None
         """Pairs (position of a reply's last token, its reward). None if only the whole dialogue has a reward."""
         self.last_reply: list[int] = []
         self.is_cut_off = False
-        """Whether there was no room for the rest of the last reply, or for another reply."""
+        """True if the dialogue had no room for the rest of its last reply, or for a further reply."""
         self.replies = 0
         self.add(prompt)
 
@@ -77,10 +79,10 @@ class Conversation:
     async def ask(
         self, engine: Sampler, gconfig: GenerationConfig, *, max_tokens: int, rid: str, key: str | None
     ) -> LLMResponse:
-        """Generate the next reply, in a dialogue of at most `max_tokens` tokens, and append it.
+        """Generate the next reply and append it. The dialogue may then have at most `max_tokens` tokens.
 
         rid: the dialogue's request id, by which a router finds the server that has its prefix in the KV cache.
-        key: the dialogue's sample key.
+        key: the dialogue's sample key (`rlvr.sample_key`), from which the reply's sampling seed derives.
         """
         metadata = {"sample_key": f"{key}/{self.replies}"} if key is not None else {}
         # Copy the ids: the conversation's list grows, and the reply is compared with what the request asked.
@@ -92,8 +94,9 @@ class Conversation:
     def take(self, reply: LLMResponse, *, is_trained: bool = True) -> None:
         """Append a reply, whose prompt must be exactly `ids`.
 
-        An aborted reply raises InfrastructureFailure, so that it is retried.
-        is_trained: False for a reply that a grammar constrained, unless its supports tell which tokens this left.
+        If the reply was aborted, InfrastructureFailure is raised, so that the episode is retried.
+        is_trained: False for a reply that a grammar constrained, unless its supports tell which tokens the grammar
+        allowed.
         """
         # Otherwise the trainer would compute log-probabilities under another context than the server saw.
         if reply.input_tokens != self.ids:
@@ -114,9 +117,9 @@ class Conversation:
         self.replies += 1
 
     def earn(self, reward: float, *, end: int | None = None) -> None:
-        """Add a reward on the last token of the last reply, or of the last reply within the first `end` tokens.
+        """Add a reward on the last trained token, which is the last token of a reply.
 
-        This does nothing if no token among them is trained.
+        end: if given, only the first `end` tokens are considered. If none of the tokens is trained, nothing is added.
         """
         self.earned = self.earned or []
         trained = self.loss_mask[:end].nonzero()
@@ -145,7 +148,7 @@ class Conversation:
     def leave_out_before(self, length: int) -> None:
         """Exclude the first `length` tokens from training, and drop their rewards.
 
-        Another trajectory trains these tokens and has their rewards.
+        Call this if another trajectory trains these tokens and has their rewards.
         """
         self.loss_mask[:length] = False
         self.earned = None if self.earned is None else [entry for entry in self.earned if entry[0] >= length]
@@ -153,7 +156,7 @@ class Conversation:
     def trajectory(self, reward: float, **sequence: float) -> Trajectory:
         """Return the dialogue so far as a trajectory.
 
-        reward: that of the whole dialogue. If replies have rewards of their own, it must be their sum.
+        reward: the whole dialogue's reward. If replies have rewards of their own, it must be the sum of these.
         """
         return Trajectory(
             input_ids=torch.tensor(self.ids, dtype=torch.int32),

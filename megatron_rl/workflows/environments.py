@@ -14,7 +14,7 @@ MOST_CALLS = 16
 """Maximum number of tool calls per reply. A reply could hold hundreds, and each may start a process or a request."""
 
 Score = Callable[[], Awaitable[float]]
-"""Computes the reward function for the current reply."""
+"""Function that computes the reward function's value for the current reply."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,13 +37,14 @@ class Environment(abc.ABC):
     """
 
     SAVES: ClassVar[bool] = False
-    """Whether `save` and `restore` exist. With rollout.journal_replies, a killed run then resumes its dialogues."""
+    """True if `save` and `restore` are implemented. With rollout.journal_replies, a killed run then resumes its
+    dialogues."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         self.data = data
 
     async def save(self) -> Any:
-        """Return the state after the opening or a step, such as a snapshot's name: JSON data of at most 1 MiB."""
+        """Return the state after the opening or a step as JSON data of at most 1 MiB, such as a snapshot's name."""
         raise NotImplementedError
 
     async def restore(self, state: Any) -> None:
@@ -59,7 +60,7 @@ class Environment(abc.ABC):
         """Answer a reply. The workflow may end the episode after any turn if it runs out of turns or tokens."""
 
     async def ended(self) -> float:
-        """Return a final reward for the last reply, on top of its turn's, whoever ended the episode."""
+        """Return a final reward for the last reply, added to its turn's reward. Called however the episode ended."""
         return 0.0
 
     async def close(self) -> None:  # noqa: B027  (most worlds have nothing to close)
@@ -82,7 +83,7 @@ class SelfCorrection(Environment):
         enough: float = 1.0,
         decay: float = 1.0,
     ) -> None:
-        """enough: lowest reward of a reply that counts as right. decay: factor on the reward for each further try."""
+        """enough: a reply with at least this reward is right. decay: factor on the reward for each earlier try."""
         super().__init__(data)
         self.feedback, self.enough, self.decay = feedback, enough, decay
         self.tries, self.earned = 0, 0.0

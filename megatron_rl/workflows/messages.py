@@ -98,7 +98,7 @@ def normal_tools(tools: Any, field: str = "tools") -> list[Message] | None:
 
 
 def without_none(value: Any) -> Any:
-    """Return a copy of a JSON value without the dict entries that are None, at any depth. Lists keep theirs."""
+    """Return a copy of a JSON value in which no dict, at any depth, has entries that are None. Lists keep None."""
     if isinstance(value, dict):
         return {name: without_none(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list | tuple):

@@ -41,7 +41,7 @@ class DebateWorkflow(RolloutWorkflow):
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """agents: name -> system message. max_tokens: maximum dialogue length of one agent, including the prompt."""
+        """agents: {name: system message}. max_tokens: maximum dialogue length of one agent, including the prompt."""
         if len(agents) < 2 or rounds < 1:
             raise ValueError(f"agents = {list(agents)}, rounds = {rounds}: a debate has 2 agents and 1 round at least.")
         self.gconfig, self.tokenizer, self.agents, self.rounds = gconfig, tokenizer, agents, rounds
@@ -93,7 +93,7 @@ class DebateWorkflow(RolloutWorkflow):
         return [talk.trajectory(rewards[number], agent=number, sample=sample) for number, talk in enumerate(talks)]
 
     def _others(self, number: int, replies: list[LLMResponse]) -> list[dict[str, Any]]:
-        """Return one user message with the other agents' replies."""
+        """Return a list of one user message with the other agents' replies. number: the reading agent's number."""
         said = [
             f"{name}: {self.tokenizer.decode(reply.output_tokens, skip_special_tokens=True)}"
             for other, (name, reply) in enumerate(zip(self.agents, replies, strict=True))

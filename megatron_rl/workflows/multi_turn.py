@@ -48,8 +48,8 @@ class EnvironmentTimeout(InfrastructureFailure):
 class MultiTurnWorkflow(RolloutWorkflow):
     """Runs `gconfig.n_samples` dialogues per prompt, each with its own environment.
 
-    `sequence["turns"]` is the dialogue's number of replies. `tokens["turn_rewards"]` holds each turn's reward on the
-    last token of its reply. Each reply has at most gconfig.max_new_tokens tokens.
+    In each trajectory, `sequence["turns"]` is the dialogue's number of replies, and `tokens["turn_rewards"]` holds each
+    turn's reward at the last token of the turn's reply. Each reply has at most gconfig.max_new_tokens tokens.
 
         workflow = MultiTurnWorkflow(
             reward, GenerationConfig(n_samples=4), tokenizer, SelfCorrection, max_tokens=2048,
@@ -76,8 +76,8 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
         max_tokens: maximum dialogue length including the prompt, at most the model's context. A dialogue that has no
         room for another reply, or has had max_turns replies, ends with the reward earned so far.
-        step_timeout_s: time limit of one opening, step (including the reward function), ending or close. It can only
-        cancel an await: an environment that blocks the event loop stalls all episodes.
+        step_timeout_s: time limit of one opening, step (including the reward function), ending or close. The limit can
+        only cancel an await: an environment that blocks the event loop stalls all episodes.
         """
         check_call(environment, 1, environment_args or {}, key="rollout.workflow_args.environment_args")
         if max_turns < 1:
@@ -158,10 +158,10 @@ class MultiTurnWorkflow(RolloutWorkflow):
 
 
 class World:
-    """An environment whose steps are journaled, if it can save its state and the episode has a journal.
+    """Wrapper of an environment that journals its steps, if it can save its state and the episode has a journal.
 
     The results of steps that an earlier, killed process completed come from the journal. Before the first new step, the
-    environment is restored to the state saved after the last journaled step.
+    environment's state is restored to that saved after the last journaled step.
     """
 
     def __init__(self, environment: Environment, key: str | None, steps: KeptSteps | None) -> None:
@@ -207,7 +207,7 @@ class World:
         return await found
 
     def _turn(self, found: Any) -> Turn:
-        """Return a step's result. TypeError if it is not a valid Turn."""
+        """Check that a step's result is a valid Turn and return it. TypeError if it is not."""
         if not isinstance(found, Turn):
             raise self._wrong("step", found, "a Turn(messages=[...], reward=...), without messages at the end")
         if not is_number(found.reward):

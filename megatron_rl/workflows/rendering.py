@@ -28,11 +28,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATE_ARGS, ROW_ARGS = "template_args", "chat_template_kwargs"
-"""Key of the tokenizer's `init_kwargs` with the run's template arguments, and column with those of a row."""
+"""TEMPLATE_ARGS: key of the run's template arguments in the tokenizer's `init_kwargs`. ROW_ARGS: column with the
+template arguments of a data row."""
 REPLY, MARK = "THEREPLYSTANDSHERE", "THEMESSAGESTANDSHERE"
-"""Placeholders, which no template alters, for a reply and for a message's content."""
+"""Placeholders for a reply and for a message's content. No template alters them."""
 BEFORE = ("\n", ".", "a")
-"""Possible stand-ins for the preceding text when a text that does not begin a prompt is tokenized."""
+"""A text that does not begin a prompt is tokenized behind one of these, which stands in for the preceding text."""
 TEMPLATE_ERRORS = (TemplateError, ArithmeticError, LookupError, TypeError, AttributeError, ValueError, RecursionError)
 """Exceptions that a template may raise if it does not support the messages."""
 WORD = re.compile(r"[A-Za-z_]\w*", re.ASCII)
@@ -59,8 +60,8 @@ def with_replies(
     """Return the ids of a prompt and of each reply to it. A reply is text, or an assistant message.
 
     A reply's ids go up to the template's end-of-turn token. If the template writes no such token, the tokenizer's EOS
-    is added. ValueError if the ids of prompt and reply as one text do not begin with the prompt's, or if the template
-    drops a part of the reply.
+    is added. ValueError if prompt and reply, tokenized as one text, do not begin with the prompt's ids, or if the
+    template drops a part of the reply.
     """
     if "messages" in data:
         return ChatTemplate(tokenizer).with_replies(data, replies)
@@ -101,7 +102,7 @@ class PlainText:
         return ids_after(self.tokenizer, BEFORE, "".join(str(message["content"]) for message in messages))
 
     def _from_the_beginning(self, text: Any) -> list[int]:
-        """Tokenize a text. Add the tokenizer's special tokens, such as BOS, in front unless it begins with them."""
+        """Tokenize a text. If it does not begin with the tokenizer's special tokens, such as BOS, add them in front."""
         if not isinstance(text, str):
             raise ValueError(f"prompt = {shown(text)}: must be text.")
         ids = encoded(self.tokenizer, text)
@@ -181,7 +182,9 @@ class ChatTemplate:
         raise first_error
 
     def following(self, messages: Sequence[Message], reply: Sequence[int], calls: Sequence[Message] = ()) -> list[int]:
-        """Return the ids after `reply`: end-of-turn tokens that it lacks, the messages, the opening of the next reply.
+        """Return the ids between `reply` and the next reply.
+
+        These are the end-of-turn tokens that `reply` lacks, `messages`, and the opening of the next reply.
 
         calls: the reply's tool calls, whose results are among the messages.
         """
@@ -198,7 +201,7 @@ class ChatTemplate:
         return messages, normal_tools(data.get("tools")), self.arguments | self._args_of(data.get(ROW_ARGS))
 
     def _args_of(self, given: Any) -> dict[str, Any]:
-        """Validate a row's template arguments. Drop those that are None, as absent fields of a data frame are."""
+        """Validate a row's template arguments and return them without those that are None (absent in a data frame)."""
         if given is not None and (not isinstance(given, Mapping) or TAKEN & set(given)):
             raise ValueError(f"{ROW_ARGS} = {shown(given)}: must be an object of the chat template's own arguments.")
         own = {name: value for name, value in (given or {}).items() if value is not None}
@@ -291,7 +294,7 @@ class ChatTemplate:
         return next((token for token in encoded(self.tokenizer, self._closing) if token in own), None)
 
     def _up_to_the_end(self, ids: list[int]) -> list[int]:
-        """Cut a reply off after its end-of-turn token, where a model stops; append EOS if it has none."""
+        """Cut a reply off after its end-of-turn token, where a model stops; append EOS if it has no such token."""
         end, eos = self._turn_end, self.tokenizer.eos_token_id
         ends = {token for token, added in self.tokenizer.added_tokens_decoder.items() if added.special} | {end, eos}
         start = len(ids)
@@ -305,7 +308,7 @@ class ChatTemplate:
         return [*ids, eos]
 
     def _after_reply(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
-        """Return the ids that close a reply if nothing follows, and the ids from a reply's end up to the next reply.
+        """Return the ids that close a reply if nothing follows it, and the ids between a reply and the next reply.
 
         Both are rendered after a short stand-in dialogue. In the real dialogue the template may change earlier replies
         (Qwen3's template drops their thoughts), but generated tokens must stay as they are.
@@ -319,7 +322,10 @@ class ChatTemplate:
         return ids_after(self.tokenizer, [REPLY], self._closing), ids_after(self.tokenizer, [REPLY], whole)
 
     def _after_calls(self, added: list[Message], calls: list[Message]) -> tuple[list[int], list[int]]:
-        """Return the ids of `_after_reply` for a reply with tool calls. The end of a call is not among them."""
+        """Return what `_after_reply` returns, but for a reply with tool calls.
+
+        The ids do not include the text that ends a call, because the policy writes that.
+        """
         ended = ids_after(self.tokenizer, [REPLY], self._text_after([], REPLY, calls))
         ids = ids_after(self.tokenizer, [REPLY], self._text_after(added, REPLY, calls))
         own = len(self._up_to_the_end(ended))
@@ -374,7 +380,10 @@ def form_of(
 
 
 def spoken(reply: Message) -> list[tuple[str, str]]:
-    """Return (field, text) of a reply's thoughts and words. A thought inside the content is listed separately."""
+    """Return (field, text) for each of a reply's thoughts, and for its other text.
+
+    A thought inside the content has an entry of its own.
+    """
     thought, _, words = reply["content"].rpartition(THOUGHT_END)
     parts = [(name, reply.get(name, "")) for name in THOUGHTS]
     parts += [("content", thought.rpartition("<think>")[2]), ("content", words)]
@@ -382,14 +391,20 @@ def spoken(reply: Message) -> list[tuple[str, str]]:
 
 
 def marks(message: Message, number: int) -> list[tuple[str, str]]:
-    """Return the message fields that a template must show, each with a unique placeholder."""
+    """Return (field, unique placeholder) for each field of a message that a template must show.
+
+    number: the message's number in the dialogue.
+    """
     found = [("content", f"{MARK}{number}W")] if message["content"].strip() else []
     calls = range(len(message.get("tool_calls", ())))
     return found + [(f"tool_calls[{call}]", f"{MARK}{number}C{call}W") for call in calls]
 
 
 def unshown(messages: list[Message], text: str) -> list[tuple[int, str, str]]:
-    """Return number, field and role of the messages' parts whose placeholders (`with_marks`) a rendered text lacks."""
+    """Return (message's number, field, role) for each part of the messages that a rendered text does not show.
+
+    A part is not shown if its placeholder (see `with_marks`) is missing in `text`.
+    """
     each = [(number, message["role"], marks(message, number)) for number, message in enumerate(messages)]
     return [(number, field, role) for number, role, parts in each for field, mark in parts if mark not in text]
 
@@ -406,9 +421,9 @@ def with_marks(message: Message, number: int) -> Message:
 
 
 def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Message], list[Message]]:
-    """Return messages and calls in which each tool result has the id of a call. Missing ids and calls are made up.
+    """Return messages and calls in which each tool result has the id of a call.
 
-    Without tool results, return no calls.
+    Missing ids and calls are made up. If there are no tool results, no calls are returned.
     """
     known, made, named = {call.get("id") for call in calls}, list(calls), []
     for number, message in enumerate(messages):
@@ -423,7 +438,11 @@ def answered(messages: list[Message], calls: Sequence[Message]) -> tuple[list[Me
 
 
 def ids_after(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: str) -> list[int]:
-    """Return the ids of `text` after the first of `before` whose own ids stay the same when `text` follows it."""
+    """Return the ids that `text` has when another text precedes it.
+
+    That text is the first of `before` whose own ids stay the same when `text` follows it. If there is none, `text` is
+    tokenized alone.
+    """
     for other in before:
         try:
             first, ids = encoded(tokenizer, other), encoded(tokenizer, other + text)
@@ -435,7 +454,7 @@ def ids_after(tokenizer: PreTrainedTokenizerBase, before: Iterable[str], text: s
 
 
 def encoded(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool = False) -> list[int]:
-    """Tokenize a text. ValueError if the tokenizer rejects it. special: with the special tokens around it."""
+    """Tokenize a text. ValueError if the tokenizer rejects it. special: True to add the special tokens around it."""
     try:
         # Lone surrogates, which JSON can contain, are replaced: tokenizers reject them.
         text = text.encode("utf-8", "replace").decode("utf-8")

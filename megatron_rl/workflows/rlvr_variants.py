@@ -65,7 +65,7 @@ class ReMaxWorkflow(RLVRWorkflow):
 
     `sequence["greedy_reward"]` is the greedy reply's reward, and `sequence["greedy_tokens"]` its length, for
     length-dependent shaping. keep_greedy: also return the greedy reply as a trajectory without trained tokens, with
-    `is_greedy` = 1. A reward model, which scores trajectories, can then score it.
+    `is_greedy` = 1. A reward model, which scores trajectories, can then score the greedy reply.
 
         workflow = ReMaxWorkflow(reward, GenerationConfig(n_samples=1), tokenizer)
         actor = PolicyActor(engine, AlgorithmConfig(advantage="remax"), temperature=1.0)
@@ -123,7 +123,7 @@ class JudgedWorkflow(RLVRWorkflow):
         enable_thinking: bool = False,
         reward_timeout_s: float = 60.0,
     ) -> None:
-        """question, best, attempts: see Grading. judge_tokens: maximum tokens of a verdict."""
+        """question, best, attempts: as in Grading. judge_tokens: maximum number of tokens of a verdict."""
         super().__init__(reward_fn, gconfig, tokenizer, enable_thinking, reward_timeout_s)
         self.weight, self.grading = weight, Grading(question=question, best=best, attempts=attempts)
         self.judging = gconfig.new(n_samples=1, max_new_tokens=judge_tokens, min_new_tokens=0, stop=[])

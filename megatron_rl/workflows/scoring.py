@@ -30,7 +30,7 @@ DECODED_HERE = 2048
 PROMPT_TEXTS_KEPT = 64
 RewardFn = Callable[..., float | dict[str, float]]
 OWN_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids", "sample_key")
-"""Columns that a reward function does not get from the prompt's row: its own arguments, and the run's `sample_key`."""
+"""Names that are not passed on from the prompt's row to a reward function: its fixed arguments, and `sample_key`."""
 
 
 def with_hint(data: dict[str, Any], hint: str) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class RewardCall:
         return Reward(sum(score.values()), score) if isinstance(score, dict) else score
 
     def _prompt_text(self, ids: list[int]) -> str:
-        """Decode a prompt. Its text is kept for the prompt's other samples."""
+        """Decode a prompt. The text is cached for the prompt's other samples."""
         assert self.tokenizer is not None
         text = self._texts.pop(key := array("q", ids).tobytes(), None)
         if text is None:

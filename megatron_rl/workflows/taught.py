@@ -44,11 +44,11 @@ class TaughtWorkflow(RolloutWorkflow):
         timeout_s: float = 60.0,
         token_file: str = "",
     ) -> None:
-        """teachers: teachers by the prompts' `source` (see TeacherConfig). timeout_s: time limit of one request."""
+        """teachers: {a prompt's `source`: its teacher} (see TeacherConfig). timeout_s: time limit of one request."""
         self.workflow, self.teachers, self.tokenizer = workflow, teachers, tokenizer
         self.enable_thinking = enable_thinking
         self._known: set[str] = set()
-        """Sources whose teacher is known to have the policy's vocabulary."""
+        """Those sources (see `teachers`) whose teacher is known to have the policy's vocabulary."""
         self._servers = {
             source: Servers(
                 [f"{url.rstrip('/')}/generate" for url in teacher.servers],

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 BEGIN, END = "<tool_call>", "</tool_call>"
 THINK, THOUGHT = "<think>", "</think>"
 BLANKS, BETWEEN = re.compile(r"\s*+"), re.compile(r"[\s;,]*+")
-"""Match what may follow a call, and what may separate two calls."""
+"""BLANKS matches what may follow a call, and BETWEEN what may separate two calls."""
 LONGEST_CALL = 20_000  # characters
 MOST_DIGITS = 30
-"""Maximum number of digits of the calculator's numbers: numerators and denominators, including intermediate results."""
+"""Maximum number of digits in a numerator or denominator of the calculator, also in intermediate results."""
 
 
 class ToolError(Exception):
@@ -75,7 +75,7 @@ class Tool(abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ToolCall:
-    """A parsed call. If it could not be parsed, `fault` says why. id: as the policy wrote it, or empty."""
+    """A parsed call. If it could not be parsed, `fault` says why. id: the id that the policy gave it, or empty."""
 
     name: str
     arguments: dict[str, Any]
@@ -93,7 +93,10 @@ def decoded(tokenizer: PreTrainedTokenizerBase, tokens: list[int], *, keeps: Col
 
 
 def next_mark(text: str, mark: str, place: int) -> int:
-    """Return the position of the next mark outside thoughts, or -1. An unclosed thought extends to the text's end."""
+    """Return the position of the next `mark` outside thoughts, from `place` on; -1 if there is none.
+
+    An unclosed thought extends to the text's end.
+    """
     found = text.find(mark, place)
     while found >= 0 and (thought := text.find(THINK, place, found)) >= 0:
         place = text.find(THOUGHT, thought)
@@ -110,7 +113,8 @@ def ends_a_thought(text: str) -> bool:
 
 
 Read = Callable[[int], "tuple[list[ToolCall], int] | None"]
-"""Returns the calls that begin at a position, and their end; None if the reply was cut off inside the calls."""
+"""Function that returns the calls that begin at a position of the reply, and the position of their end. It returns None
+if the reply was cut off inside the calls."""
 
 
 def split_calls(text: str, mark: str, read: Read) -> tuple[str, list[ToolCall]]:
@@ -166,7 +170,7 @@ def value_at(text: str, place: int) -> tuple[Any, int]:
 def values_at(text: str, place: int) -> tuple[list[Any], int]:
     """Return the JSON objects that begin at `place`, in sequence or in a list, and their end position.
 
-    ValueError or RecursionError if the first looks like JSON but cannot be decoded.
+    ValueError or RecursionError if the first of them begins like JSON but cannot be decoded.
     """
     values: list[Any] = []
     while text.startswith("{" if values else ("{", "["), start := BETWEEN.match(text, place).end()):
@@ -224,7 +228,7 @@ async def run_call(call: ToolCall, tools: dict[str, Tool]) -> str:
 
 
 def middle_left_out(text: str, characters: int) -> str:
-    """Return a text, but only its beginning and end if it is longer than `characters`."""
+    """Return a text. If it is longer than `characters`, replace its middle by a note."""
     if len(text) <= characters:
         return text
     half = characters // 2

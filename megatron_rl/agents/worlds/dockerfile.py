@@ -29,7 +29,7 @@ INSTALLS = re.compile(
 class Step:
     """One build step: a bash command with its working folder, or files with their target folder.
 
-    files: name in the target folder -> path on the host.
+    files: {name in the target folder: path on the host}.
     """
 
     folder: str
@@ -49,7 +49,7 @@ class Dockerfile:
 
     @property
     def trusted_env(self) -> dict[str, str]:
-        """The environment variables, without those that could make system programs run writable files."""
+        """The environment variables, without those that could make system programs execute writable files."""
         folders = [f for f in self.env["PATH"].split(":") if f.strip("/").split("/")[0] in ("usr", "bin", "sbin")]
         return {k: v for k, v in self.env.items() if k not in CALLING} | {"PATH": ":".join(folders)}
 

@@ -44,7 +44,7 @@ class McpTools(ToolUse):
     def __init__(
         self, data: dict[str, Any], *, servers: list[dict[str, Any]], call_timeout_s: float = 60, characters: int = 4000
     ) -> None:
-        """servers: each has either a `command` (with optional `env`), which is started for this dialogue, or a `url`.
+        """servers: dicts with either a `command` (and optional `env`), which is run for this dialogue, or a `url`.
 
         characters: maximum number of characters of one result shown to the policy.
         """
@@ -128,7 +128,7 @@ class Connection:
             await self._over.wait()
 
     async def call(self, tool: str, arguments: dict[str, Any]) -> Any:
-        """Return the tool's result. Raises ToolError if the call is late but the server responds."""
+        """Return the tool's result. Raises ToolError if the call takes too long although the server still responds."""
         try:
             return await self._ask(self._client.call_tool(tool, arguments), f"calling {tool}")
         except ServerLate:
@@ -137,7 +137,10 @@ class Connection:
             raise ToolError(f"{tool} did not end within {self.call_timeout_s:g} s") from None
 
     async def _ask(self, coroutine: Coroutine[Any, Any, T], what: str) -> T:
-        """Await a request to the server. Raises ServerFailed if it fails or the connection ends, ServerLate if late."""
+        """Await a request to the server. what: the request's name for error messages.
+
+        Raises ServerFailed if the request fails or the connection ends, ServerLate if the answer comes too late.
+        """
         assert self._holder is not None
         asking = asyncio.ensure_future(coroutine)
         try:

@@ -20,7 +20,7 @@ from megatron_rl.workflows.tools import Tool, middle_left_out
 KEEPER = "import sys; sys.path.insert(0, sys.argv[1]); from megatron_rl.sandbox.container import main; main()"
 PACKAGES = str(Path(megatron_rl.__file__).parents[1])
 MOST_BYTES = 1 << 20
-"""Maximum bytes of a command, and of its output."""
+"""Maximum size in bytes of a command, and of its output."""
 LONGEST_LINE = 1 << 24
 VMSTAT = Path("/proc/vmstat")
 
@@ -93,7 +93,7 @@ class Container:
     async def begin(self, fresh: Sequence[str] = ()) -> None:
         """Kill all processes in the container and begin a new phase.
 
-        fresh: which of the folders `tests`, `logs` and `solution` get a new, empty disk.
+        fresh: those of the folders `tests`, `logs` and `solution` that get a new, empty disk.
         """
         await self._ask(do="begin", fresh=list(fresh))
 
@@ -115,7 +115,7 @@ class Container:
     async def put(self, files: dict[str, Path], folder: str) -> None:
         """Copy files and whole folders of this host into a folder of the container.
 
-        files: name in that folder -> path on this host.
+        files: {name in that folder: path on this host}.
         """
         content = io.BytesIO()
         with tarfile.open(fileobj=content, mode="w") as tar:

@@ -41,7 +41,7 @@ class ShownPaths:
     def _place(self, path: Path) -> tuple[str, Path]:
         """Return a path's device, and its path within the device's file system.
 
-        These two are the same for all bind mounts of a file.
+        For a file that is bind-mounted at several paths, all of these give the same result.
         """
         holding = [mount for mount in self._mounts if path.is_relative_to(mount[0])]
         if not holding:

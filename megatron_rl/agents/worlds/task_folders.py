@@ -115,7 +115,7 @@ class TaskFolder(ToolUse):
     async def ended(self) -> float:
         """Return the verifier's reward; 0 if the verifier gives none because of what the policy did.
 
-        Raises ContainerFailed if the verifier gives no reward for an untouched container either.
+        Raises ContainerFailed if the verifier gives no reward even for a container that the policy has not touched.
         """
         verdict = await self._verify(self.container)
         if verdict is not None:
@@ -187,7 +187,7 @@ async def no_score() -> float:
 
 
 def as_number(text: str | None, name: str) -> float | None:
-    """Parse a verifier's reward; None for anything but a finite number."""
+    """Parse a verifier's reward; return None for anything but a finite number."""
     try:
         value = json.loads(text or "")
         value = float(value[name] if isinstance(value, dict) else value)

@@ -34,7 +34,7 @@ def verifiers_prompts(
     *,
     import_from: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Return one prompt per row of the environment's training data set; with `held_out`, of its evaluation data set.
+    """Return one prompt per row of the environment's training data set or, with `held_out`, its evaluation data set.
 
     Use this as data.train or data.evaluation.
 

@@ -22,14 +22,14 @@ from megatron_rl.tools.doctor.states import States, place_of, places
 from megatron_rl.tools.embedded_server.decoder_config import DecoderConfig, inverse_frequencies
 
 ALIKE = 0.05
-"""An error counts as the cause if at most this share of the difference remains after recomputing with it."""
+"""A known error counts as the cause if recomputing with it leaves at most this share of the difference."""
 Weights = Mapping[str, Tensor]
 Variants = dict[str, Callable[[], Tensor]]
 _EXPERT = re.compile(r"(.*\.experts\.)(\d+)(\..*)")
 
 
 def wrong_weights(who: str, held: Weights, true: Weights) -> Finding | None:
-    """Compare the weights `held` by implementation `who` with the true ones, by name. None if they are equal.
+    """Compare the weights `held` by implementation `who` with the true ones, by name. Return None if they agree.
 
     The finding names missing tensors, swapped tensors, a stale layer or the rows that differ.
     """
@@ -73,9 +73,9 @@ def _swap(name: str, source: str) -> str:
 
 
 def first_place(found: States, reference: States, layers: int, tolerance: float) -> tuple[str, int] | None:
-    """Return the first place, in forward order, and its first token position that differ; None if the states agree.
+    """Return the first place at which states differ, and its first token position that does; None if all agree.
 
-    tolerance: as in `_distance`.
+    Places are in the order of the forward pass. tolerance: maximum of `_distance` at which two rows agree.
     """
     for place in places(layers):
         if place not in found:
@@ -89,9 +89,9 @@ def first_place(found: States, reference: States, layers: int, tolerance: float)
 
 
 def _distance(a: Tensor, b: Tensor) -> Tensor:
-    """Return each row's largest absolute difference, divided by the root mean square of `b`'s row. NaN is infinite.
+    """Return each row's largest absolute difference, divided by the root mean square of `b`'s row.
 
-    For 1-D tensors, return the absolute differences.
+    For 1-D tensors, return the absolute differences. A distance that is NaN is returned as infinite.
     """
     if a.dim() == 1:
         return (a - b).abs().nan_to_num(torch.inf)
@@ -110,7 +110,7 @@ def diagnose(
 ) -> Finding | None:
     """Return where an implementation's states first differ from the reference's, and why. None if they agree.
 
-    weights: the Hugging Face tensors that both use.
+    weights: the tensors, by Hugging Face name, with which both compute.
     """
     place = first_place(found, reference, config.num_layers, tolerance)
     if place is None:
@@ -223,7 +223,7 @@ def _variants_of_norm(layer: int, part: str, reference: States, weights: Weights
 
 
 def residual(reference: States, layer: int, part: str) -> Tensor:
-    """Return the hidden state that enters a norm: the embedding plus all earlier outputs of attention and MLP."""
+    """Return the hidden state in front of a norm: the embedding plus all earlier outputs of attention and MLP."""
     hidden = reference["embedding"].clone()
     for number in range(layer + 1):
         if number == layer and part == "first norm":

@@ -41,11 +41,11 @@ from megatron_rl.workflows.rendering import prompt_ids
 TOKENS, PROMPTS = 64, 64
 """Number of tokens in the compared sequence, and number of prompts that are joined to make it."""
 ASKED, REPLIES, REPLY_TOKENS = 4, 32, 16
-"""Number of prompts sent to a server, of replies to all prompts together, and maximum tokens per reply."""
+"""Number of prompts sent to a server, total number of replies to them, and maximum number of tokens per reply."""
 TOLERANCE = 1e-4
 """Largest accepted difference of float32 activations, relative to their root mean square over a token."""
 SERVED = {"float32": 1e-3, "bfloat16": 0.25}
-"""Largest accepted difference of a token's log-probability, server to reference, in nats, by the run's dtype."""
+"""{the run's dtype: largest accepted difference of a token's log-probability in nats, between server and reference}."""
 CPU = torch.device("cpu")
 
 
@@ -118,7 +118,7 @@ def started(config: TrainConfig, options: EngineConfig, groups: ParallelGroups) 
 
 
 def sequence(rows: list[list[int]], start: int, most: int) -> list[int]:
-    """Join all prompts, beginning with number `start`, and return the first `most` tokens."""
+    """Join the prompts from index `start` on, then those before it, and return the first `most` tokens."""
     return [token for ids in [*rows[start:], *rows[:start]] for token in ids][:most]
 
 
@@ -246,7 +246,7 @@ def of_rollouts(
 def served(
     rollout: RemoteSGLangEngine, engine: MegatronEngine, generation: GenerationConfig, prompts: list[list[int]]
 ) -> list[surroundings.Reply]:
-    """Publish scaled weights and sample; then publish the right weights, sample again and return these replies."""
+    """Publish scaled weights and sample, then publish the right weights and sample. Return the second replies."""
     asked = replace(generation, n_samples=max(2, REPLIES // len(prompts)), max_new_tokens=REPLY_TOKENS)
     workflow = RLVRWorkflow(lambda **_: 0.0, asked, tokenizer=None)
     rows = [{"input_ids": ids} for ids in prompts]

@@ -23,15 +23,15 @@ from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
 EARLIER = 1.1
 """Factor by which all weights were scaled in the publication before the checked one."""
 ALIKE_WITH_KEYS = 0.3
-"""Used instead of ALIKE for stale keys. It is larger, because it is not known exactly which keys a server kept."""
+"""Replaces ALIKE when the error is stale keys. It is larger because we cannot know exactly which keys a server kept."""
 TRIED = 4
-"""Number of replies on which each error is tried first. An error that explains them is then tried on all replies."""
+"""Each error is first tried on this many replies. An error that explains these is then tried on all replies."""
 MOST_EXPERTS = 16
 """Swapped experts are only tried in models with at most this many experts per layer."""
 Reply = tuple[list[int], Tensor, Tensor]
 """Ids `[T]` of a prompt and its reply, mask `[T]` bool of the sampled tokens, and the server's log-probs `[T]`."""
 Change = Callable[[Decoder], contextlib.AbstractContextManager[object]]
-"""Returns a context manager that introduces an error into a model."""
+"""Function that takes a model and returns a context manager, inside which the model has a known error."""
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def _decoder(folder: Path, config: DecoderConfig, replies: Sequence[Reply]) -> D
 def _distance(decoder: Decoder, replies: Sequence[Reply], temperature: float, *, keeps_keys: bool = False) -> float:
     """Return the largest difference between the decoder's and the server's log-probs, in nats; infinite for NaN.
 
-    keeps_keys: use the earlier weights for the keys of the prompt, except its last token.
+    keeps_keys: compute the keys of the prompt's tokens, except the last, with the earlier weights.
     """
     most = 0.0
     for ids, mask, told in replies:
@@ -128,7 +128,7 @@ def weight_errors(decoder: Decoder, config: DecoderConfig) -> Iterator[tuple[str
 
 
 def config_errors(config: DecoderConfig) -> Iterator[tuple[str, DecoderConfig]]:
-    """Yield each config error that wrong server arguments can cause, as text, and the config with the error."""
+    """Yield (text, config) for each error that wrong server arguments can cause. The config contains the error."""
     rope = dict(config.rope)
     if rope.get("rope_type", "default") != "default":
         plain = replace(config, rope={"rope_theta": rope["rope_theta"]})

@@ -10,7 +10,7 @@ class Finding:
     """One error: which component has it, where, and the cause if known."""
 
     who: str
-    """`trainer`, `server`, `data`, `reward`, `machine` or `hosts`."""
+    """The component with the error: `trainer`, `server`, `data`, `reward`, `machine` or `hosts`."""
     where: str
     cause: str
 

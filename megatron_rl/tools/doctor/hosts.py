@@ -58,7 +58,7 @@ def _look_at(nodes: Nodes, port: int, folder: Path) -> Iterator[Finding]:
 
 
 def judge(found: list[dict[str, Any]]) -> Iterator[Finding]:
-    """Yield what is wrong with the hosts. found: the result of `host_probe.probe` on rank 0."""
+    """Yield a finding for each fault of the hosts. found: the result of `host_probe.probe` on rank 0."""
     for it in found:
         if it.get("silent"):
             cause = f"does not reach {found[0]['host']}, or its process ended; look for a firewall between the two"

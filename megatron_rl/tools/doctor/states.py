@@ -19,7 +19,8 @@ from megatron_rl.tools.embedded_server.transformer import Decoder, KVCache, Span
 from megatron_rl.types import TrajectoryBatch
 
 States = dict[str, Tensor]
-"""Place -> `[T, ...]` float32. The place `log-probs` is `[T - 1]`: log p of each token but the first."""
+"""{place: its states, `[T, ...]` float32}. `log-probs` has shape `[T - 1]`: the log-prob of each token but the
+first."""
 LAYER_PLACES = ("first norm", "attention", "second norm", "feed-forward")
 
 
@@ -48,7 +49,7 @@ def of_transformers(model: PreTrainedModel, ids: list[int]) -> States:
 
 @torch.no_grad()
 def of_embedded(decoder: Decoder, ids: list[int]) -> States:
-    """Return the states of the embedded server's model. It computes with a separate KV cache."""
+    """Return the states of the embedded server's model, computed with a KV cache that is used only here."""
     found = States()
     cache = KVCache(decoder.config, decoder.dtype, decoder.device)
     cache.resize(rows=1, capacity=len(ids), kept=[])
@@ -133,7 +134,11 @@ def _ends(logits: Tensor, ids: list[int]) -> States:
 
 @contextlib.contextmanager
 def _hooked(modules: Mapping[str, nn.Module | None], found: States) -> Iterator[None]:
-    """Store what modules return during the context in `found`, on CPU. Of a tuple, only the first entry is stored."""
+    """Inside the `with` block, store a CPU copy of each module's output in `found`, under the module's place.
+
+    modules: {place: module}; places whose module is None are skipped. If a module returns a tuple, its first entry is
+    stored.
+    """
 
     def keep(place: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any, output: Any) -> None:

@@ -17,7 +17,7 @@ from megatron_rl.workflows.rendering import prompt_ids
 LOOKED_AT = 200
 """Maximum number of prompts that are checked."""
 UNLIKELY = 1e-6
-"""Replies that are less likely than this under the configured sampling are reported as an error."""
+"""Replies whose probability under the configured sampling is lower than this are reported as an error."""
 
 Reply = tuple[list[int], Tensor, Tensor]
 """Ids `[T]` of a prompt and its reply, mask `[T]` bool of the sampled tokens, and the server's log-probs `[T]`."""
@@ -26,9 +26,10 @@ Reply = tuple[list[int], Tensor, Tensor]
 def check_prompts(
     rows: Sequence[dict[str, Any]], tokenizer: PreTrainedTokenizerBase, vocab: int, context: int, longest_reply: int
 ) -> Iterator[Finding]:
-    """Check the first rendered prompts: token ids, BOS, chat template and room for the reply. One finding per kind.
+    """Check the first rendered prompts: token ids, BOS, chat template and room for the reply.
 
-    vocab: number of tokens in the model's vocabulary. context, longest_reply: in tokens.
+    Yields at most one finding per kind of fault. vocab: number of tokens in the model's vocabulary. context: the
+    server's maximum sequence length in tokens. longest_reply: in tokens.
     """
     bos, found = tokenizer.bos_token_id, dict[str, Finding]()
     specials = [token for token in tokenizer.all_special_tokens if len(token) > 3]
@@ -80,8 +81,9 @@ def check_replies(
 ) -> Iterator[Finding]:
     """Check the log-probs of replies, how the replies were sampled, and that stop tokens end them.
 
-    logits: the reference's for each reply, `[T, V]`; row t predicts token t + 1. tolerance: in nats. explain: called if
-    log-probs are wrong and no other temperature explains them; returns the cause, "" if it is unknown.
+    logits: the reference model's logits for each reply, `[T, V]`; row t predicts token t + 1. tolerance: largest
+    accepted difference of log-probs, in nats. explain: function that returns the cause of wrong log-probs, "" if it is
+    unknown. It is called only if no other temperature explains them.
     """
     columns = [_sampled(ids, mask, told, rows) for (ids, mask, told), rows in zip(replies, logits, strict=True)]
     rows, tokens, told = (torch.cat([column[part] for column in columns]) for part in range(3))
@@ -113,7 +115,7 @@ def _sampled(ids: list[int], mask: Tensor, told: Tensor, logits: Tensor) -> tupl
 def _drawn(rows: Tensor, tokens: Tensor, generation: GenerationConfig) -> str:
     """Describe how tokens were sampled, if they are too unlikely at the configured temperature; else return "".
 
-    Always "" if top_k, top_p or min_p is configured.
+    The result is always "" if top_k, top_p or min_p is configured.
     """
     expected = (rows / generation.temperature).log_softmax(-1)
     own, order = expected.gather(1, tokens[:, None])[:, 0], expected.sort(-1, descending=True)

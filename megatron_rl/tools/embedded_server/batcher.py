@@ -61,7 +61,7 @@ class Stats:
     finished_requests: int = 0
     guessed_passes: int = 0
     right_guesses: int = 0
-    """guessed_passes and right_guesses: as in Request, summed over all requests."""
+    """guessed_passes, right_guesses: sums of the fields of these names over all requests."""
     tokens_per_s: float = 0.0
 
 
@@ -76,7 +76,8 @@ class Batcher:
 
     decode_text: function of (token ids, skip_special_tokens) that returns text; needed for stop strings.
     draft_tokens: maximum number of tokens that the draft head guesses per request before each pass. 0: no draft head.
-    tokens_per_pass: fewer tokens are guessed if a pass would read more than this many, guesses included.
+    tokens_per_pass: maximum number of tokens in a pass with guesses, over all requests. Fewer tokens are guessed if a
+    pass would exceed this.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class Batcher:
         return self._hand_over(request, self._door)
 
     def call(self, function: Callable[[], Any], *, exclusive: bool = False) -> Future:
-        """Run `function` in the batcher's thread between two turns.
+        """Run `function` in the batcher's thread between two turns. Return the future of the function's result.
 
         exclusive: first wait until all accepted requests have finished, and accept no new ones meanwhile. On a paused
         batcher an exclusive call runs at once.
@@ -156,14 +157,14 @@ class Batcher:
         return Stopped(self.failure or "the server is shutting down")
 
     def abort(self, rid: str | None) -> Future:
-        """Abort the request `rid`, or all requests if None. Unknown ids are ignored."""
+        """Abort the request with id `rid`, or all requests if `rid` is None. Unknown ids are ignored."""
         return self.call(lambda: self._abort(lambda request: rid is None or request.rid == rid))
 
     def abort_request(self, request: Request) -> Future:
         return self.call(lambda: self._abort(lambda other: other is request))
 
     def pause(self, mode: str) -> Future:
-        """Pause generation between two turns.
+        """Pause generation between two turns. The returned future is done when generation is paused.
 
         mode: `abort` ends all accepted requests. `retract` returns running requests to the queue and drops their
         cached keys and values. `in_place` keeps running requests in their rows.
@@ -389,7 +390,7 @@ class Batcher:
         self.kv_rows.copy_prefixes()
 
     def _longest(self) -> int:
-        """Return how many tokens a row needs for the next pass of the longest running request."""
+        """Return the number of tokens that a row must hold for the next pass over the longest running request."""
         return max((len(request.tokens) + self.draft_tokens for request in self._running), default=0)
 
     def _fit(self, rows: int, tokens: int, *, least_rows: int) -> bool:
@@ -509,7 +510,7 @@ class Batcher:
             request.done.set_result(request)
 
     def _fail(self, cause: str) -> None:
-        """Finish all accepted requests with status 500, after a turn raised.
+        """Finish all accepted requests with status 500, because a turn has raised an exception.
 
         The turn may have left queues and rows half updated, so they are reset.
         """
@@ -546,5 +547,8 @@ class Batcher:
 
 
 def _aborted(message: str, status: int | None) -> dict[str, Any]:
-    """Return SGLang's finish reason for an abort. If it has a status, the client gets an HTTP error, not a reply."""
+    """Return SGLang's finish reason for an abort.
+
+    status: HTTP status of the error that the client gets instead of a reply; None if it gets the reply so far.
+    """
     return {"type": "abort", "message": message, "status_code": status, "err_type": None}

@@ -27,13 +27,13 @@ ALL_BODIES_BYTES = 512 * 1024**2
 """Maximum total size of all bodies that are being read or are in use."""
 FIRST_S = 20.0
 SLOWEST_BYTES_PER_S = 1024**2
-"""A body must arrive within FIRST_S plus its size divided by this rate."""
+"""Lowest accepted rate of a body: it must arrive within FIRST_S plus its size divided by this rate."""
 MOST_CONTAINERS = 200_000
 MOST_VALUES = 2_000_000
 MOST_QUOTES = 1_000_000
 """Limits on the opening brackets (containers), commas (values) and quotes in a body.
 
-They are counted before parsing, to estimate how many Python objects would be created.
+These characters are counted before parsing, to estimate how many Python objects would be created.
 """
 
 Result = TypeVar("Result")
@@ -41,7 +41,7 @@ CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
 
 class RequestFailed(Exception):
-    """Ends a request with this message and this HTTP status."""
+    """Exception that ends a request with this message and this HTTP status."""
 
     def __init__(self, message: str, status: int):
         super().__init__(message)
@@ -78,9 +78,9 @@ class Bodies:
     ) -> Result:
         """Parse the body and return `use(body)`; both run in a worker thread.
 
-        ValueError if the body is not JSON, or if `use` raises it. is_slow: returns True if `use` may take seconds, for
-        example to tokenize text. Slow bodies are processed one at a time in another thread, so that they do not delay
-        others.
+        ValueError if the body is not JSON, or if `use` raises it. is_slow: function of the parsed body that returns
+        True if `use` may take seconds, for example to tokenize text. Slow bodies are processed one at a time in another
+        thread, so that they do not delay others.
         """
 
         def read() -> tuple[bool, Any]:

@@ -48,7 +48,7 @@ class _Connection:
     peer: str
     transport: asyncio.Transport
     since_s: float
-    """Time when the connection was accepted, or when its latest request started or finished."""
+    """Time of the latest event: the connection was accepted, or a request on it started or finished."""
     is_known: bool = False
     requests: int = 0
     """Requests in progress: 0 or 1."""
@@ -58,7 +58,7 @@ class _Connection:
 
 
 class Connections:
-    """All open connections. Runs in the event loop's thread.
+    """All open connections. Use this object only in the event loop's thread.
 
     For example:
 

@@ -33,9 +33,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3": _QWEN | {"head_dim": 128},
     "qwen3_moe": _QWEN | _MIXTURE,
 }
-"""Per model_type, transformers' defaults for keys that config.json lacks.
+"""{model_type: {key: transformers' default if config.json lacks the key}}.
 
-They are copied here because importing transformers takes seconds.
+The defaults are copied here because importing transformers takes seconds.
 """
 KINDS = tuple(DEFAULTS)
 

@@ -51,8 +51,9 @@ def changes(body: bytes, model: Decoder) -> tuple[Callable[[], None], str]:
 
 
 def _decoded(run: Run, model: Decoder) -> tuple[Tensor, Tensor]:
-    """Decode a run of a weight's elements. Return the indices of the changed elements, and their values
-    as bits of the weight's dtype.
+    """Decode one run of a delta. Return the indices of the changed elements, and their new values.
+
+    A run is a range of elements of one weight. The values are integers with the bits of the weight's dtype.
 
     ValueError for an unknown dtype. A dtype other than the weight's is allowed only if the run sends all its elements.
     """

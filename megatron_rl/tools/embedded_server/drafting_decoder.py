@@ -57,7 +57,10 @@ class DraftingDecoder(Decoder):
         return [(folder, ""), (folder / FOLDER, PREFIX)]
 
     def prefill(self, tokens: Tensor, spans: Sequence[Span], cache: KVCache, following: Tensor | None = None) -> Tensor:
-        """Do what Decoder.prefill does, and write the head's keys and values. following: each token's successor."""
+        """Do what Decoder.prefill does, and write the head's keys and values.
+
+        following: `[T]`, for each of `tokens` the token that comes after it.
+        """
         assert following is not None, "the head reads the next token, too"
         positions, rows, attend = self._span_attention(spans, cache)
         hidden = self._forward(tokens, positions, attend, cache, rows)
@@ -81,24 +84,24 @@ class DraftingDecoder(Decoder):
     ) -> Tensor:
         """Run the draft head on `width` positions of each row. Return its states `[B * width, H]`.
 
-        `guessed_logits` turns the returned states into logits. following: the tokens after these positions. states:
-        `[B * width, H]` hidden states at these positions, computed by the model or guessed by the head. Other arguments
-        as in `decode`.
+        `guessed_logits` turns the returned states into logits. following: the token after each of these positions, row
+        by row. states: `[B * width, H]` hidden states at these positions, computed by the model or guessed by the head.
+        The other arguments are those of `decode`.
         """
         at, _, attend = self._row_attention(positions, rows, cache, width)
         return self._draft(torch.tensor(following, device=self.device), states, at, attend)
 
     def guessed_logits(self, states: Tensor) -> Tensor:
-        """Return float32 logits `[T, min(RACING, V)]` of the first token ids, from the head's states `[T, H]`.
+        """Return float32 logits `[T, min(RACING, V)]` of the lowest token ids, from the head's states `[T, H]`.
 
-        Other tokens are never guessed: the whole output layer would cost several times as much as the rest of the head.
+        Higher ids are never guessed: the whole output layer would cost several times as much as the rest of the head.
         """
         return linear(states, self.head[:RACING]).float()
 
     def draft_spans(self, following: Tensor, spans: Sequence[Span], cache: KVCache) -> None:
         """Write the head's keys and values of positions that it has skipped, from the hidden states in the cache.
 
-        following: `[T]`, the tokens after these positions, packed.
+        following: `[T]`, the token that follows each position of the spans, span by span.
         """
         positions, rows, attend = self._span_attention(spans, cache)
         self._draft(following, cache.states[rows, positions], positions, attend)

@@ -23,7 +23,7 @@ from megatron_rl.tools.embedded_server.request import Request
 from megatron_rl.tools.embedded_server.transformer import Decoder, Span
 
 LOGIT_ROWS = 256
-"""Rows of float32 logits computed at a time when a prompt is scored. This limits the memory of the logits."""
+"""Number of rows of float32 logits computed at a time when a prompt is scored, which limits their memory."""
 
 
 def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget: int) -> int:
@@ -51,7 +51,7 @@ def prefill(model: Decoder, kv_rows: KVRows, requests: Sequence[Request], budget
 
 
 def _following(model: Decoder, owners: Sequence[Request], spans: Sequence[Span]) -> Tensor:
-    """Return the tokens after the spans' positions, packed."""
+    """Return the token `[T]` that follows each position of the spans, span by span."""
     after = (r.tokens[s.start + 1 : s.start + 1 + s.count] for r, s in zip(owners, spans, strict=True))
     return torch.tensor([token for own in after for token in own], device=model.device)
 
@@ -72,7 +72,7 @@ def _score(model: Decoder, request: Request, hidden: Tensor, span: Span) -> None
 def guesses(
     model: DraftingDecoder, kv_rows: KVRows, batch: Sequence[Request], count: int, most: int
 ) -> list[list[int]]:
-    """Return `count` guesses of the next tokens of each request. `batch` must be sorted by row.
+    """Return for each request guesses of its next `count` tokens. `batch` must be sorted by row.
 
     most: maximum number of positions per request that the head reads in one pass.
     """
@@ -104,9 +104,9 @@ def guesses(
 
 
 def decode(model: Decoder, kv_rows: KVRows, batch: Sequence[Request], guessed: Sequence[list[int]]) -> Tensor:
-    """Run each request's last token and the guesses after it. Return hidden states `[B, 1 + guesses, H]`.
+    """Run the model on each request's last token and its guesses. Return hidden states `[B, 1 + guesses, H]`.
 
-    `batch` must be sorted by row.
+    guessed: the guesses of each request; all requests have the same number of guesses. `batch` must be sorted by row.
     """
     tokens = [token for request, own in zip(batch, guessed, strict=True) for token in (request.tokens[-1], *own)]
     width = len(tokens) // len(batch)
@@ -119,7 +119,8 @@ def next_tokens(
 ) -> tuple[list[int], list[float]]:
     """Sample one token per request from logits `[B, V]`; return the tokens and their log-probabilities.
 
-    Requests with `tells_support` get the token's support appended. Penalties and biases change `logits` in place.
+    If a request has `tells_support`, the token's support is appended to the request's lists. Penalties and biases
+    change `logits` in place.
     """
     for row, request in zip(logits, batch, strict=True):
         if request.params.adjusts_logits:

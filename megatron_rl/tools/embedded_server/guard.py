@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 WINDOW_S = 60.0
 MOST_IN_WINDOW = 20
 MOST_KINDS = 256
-"""Maximum number of different messages that LogRate counts. Of each, MOST_IN_WINDOW lines pass per WINDOW_S seconds."""
+"""Maximum number of different messages that LogRate counts. Each may pass MOST_IN_WINDOW times per WINDOW_S seconds."""
 OPEN_PATHS = ("/health", "/health_generate", "/ready", "/metrics")
 """Paths that need no token."""
 GENERATION_PATHS = (

@@ -12,14 +12,14 @@ DOUBLED_AT = 24
 SINGLE = 0.7
 """Time to read the weights in a pass over one token, relative to a pass over several.
 
-For one token, oneDNN multiplies a matrix by a vector, which is faster.
+For one token, oneDNN multiplies the matrix by a vector, which is faster than by a matrix.
 """
 GUESS = 0.07
 """Time to guess one token for each request, relative to the time to read the weights."""
 FIRST_SHARE, FIRST_WEIGHT = 0.6, 30
 """Prior for a new head: share of right guesses, and the number of guesses that the prior counts as."""
 KEPT = 0.5
-"""Factor by which earlier guesses count less after an update of the model's weights."""
+"""Factor on the counts after an update of the model's weights. The prior is then added with the factor 1 - KEPT."""
 
 
 class Hits:
@@ -44,7 +44,7 @@ class Hits:
         self._tried += tried
 
     def forget(self) -> None:
-        """Move the counts part of the way back to the prior, because weights have changed."""
+        """Average the counts with the prior (see KEPT). Call this after an update of the model's weights."""
         self._right = KEPT * self._right + (1 - KEPT) * FIRST_SHARE * FIRST_WEIGHT
         self._tried = KEPT * self._tried + (1 - KEPT) * FIRST_WEIGHT
 

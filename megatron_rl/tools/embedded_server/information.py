@@ -19,7 +19,7 @@ HEALTH_TIMEOUT_S = 20.0
 
 
 class InformationEndpoints:
-    """Endpoints that report the server's state. Runs in the event loop's thread and only reads the batcher's state.
+    """Endpoints that report the server's state. They run in the event loop's thread and only read the batcher's state.
 
     options: command-line options that /server_info shows.
     """

@@ -102,8 +102,8 @@ class KVRows:
     def size_for(self, rows: int, tokens: int, longest: int) -> tuple[int, int]:
         """Return the cache size (rows, capacity per row in tokens) for `rows` rows of `tokens` tokens.
 
-        longest: tokens of the longest running request. If the size exceeds max_total_tokens, the capacity shrinks
-        first, but not below `tokens` or `longest`. If that is not enough, the number of rows shrinks too.
+        longest: number of tokens of the longest running request. If the size exceeds max_total_tokens, the capacity
+        shrinks first, but not below `tokens` or `longest`. If that is not enough, the number of rows shrinks too.
         """
         # Sizes are powers of two, because a growing cache copies all its contents: so it grows only a few times.
         capacity = max(self.cache.capacity, self._capacity_for(tokens))
@@ -182,7 +182,7 @@ class KVRows:
         self._rows[request.row].filled = request.filled
 
     def release(self, request: Request, *, keep: bool) -> None:
-        """Take the request out of its row. keep: later requests that share a prefix may reuse the row's keys."""
+        """Take the request out of its row. keep: True if later requests may reuse the row's keys for a prefix."""
         row = self._rows[request.row]
         self._clock += 1
         row.request, row.last_used = None, self._clock

@@ -22,7 +22,7 @@ WITHOUT_MEMORY = "cuda_graph"
 class MemoryEndpoints:
     """Endpoints that release and resume memory.
 
-    They run in the event loop's thread; memory changes in the batcher's thread.
+    They run in the event loop's thread, but the batcher's thread releases and allocates the memory.
     """
 
     def __init__(self, batcher: Batcher) -> None:

@@ -27,9 +27,9 @@ PEER_TIMEOUT_S = 60.0
 
 
 class PeerEndpoints:
-    """Endpoints for weight transfer. Runs in the event loop's thread.
+    """Endpoints for weight transfer.
 
-    The batcher's thread reads and writes the weights.
+    They run in the event loop's thread, but the batcher's thread reads and writes the weights.
     """
 
     def __init__(self, batcher: Batcher) -> None:
@@ -42,7 +42,7 @@ class PeerEndpoints:
         ]
 
     async def give(self, http: web.Request) -> web.Response:
-        """Respond with one tensor as a safetensors file. Refuse if the weights are no longer version `peer_version`."""
+        """Respond with one tensor as a safetensors file. Refuse if the weights' version is not `peer_version`."""
         body = await read_object(http)
         name, version = field(body, "name", str), field(body, "peer_version", str)
 
@@ -60,10 +60,10 @@ class PeerEndpoints:
         return web.Response(body=safetensors.torch.save({name: tensor}), content_type="application/octet-stream")
 
     async def take(self, http: web.Request) -> web.Response:
-        """Copy the weights of version `peer_version` from `peer_url`, as version `weight_version`.
+        """Copy the weights of version `peer_version` from `peer_url`; they get the version `weight_version` here.
 
-        Forwards the caller's token, which the peer must accept too. If the caller disconnects, copying stops, and
-        the server holds a mixture of old and new tensors.
+        The request to the peer carries the caller's token, which the peer must accept too. If the caller disconnects,
+        copying stops, and the server holds a mixture of old and new tensors.
         """
         body = await read_object(http)
         url, version = field(body, "peer_url", str), field(body, "peer_version", str)

@@ -51,7 +51,7 @@ _CHAT_SAMPLING = {
 
 
 MAX_SAMPLES = 4096
-"""Maximum samples of one call, summed over its prompts."""
+"""Maximum number of samples of one call, summed over its prompts."""
 MAX_MESSAGES = 4096
 MAX_DEPTH = 8
 """Maximum nesting of values inside a message."""
@@ -73,7 +73,7 @@ class Limits:
 
     @property
     def letters(self) -> int:
-        """Maximum characters of all texts or messages of a call."""
+        """Maximum number of characters of all texts or messages of a call together."""
         return max(2**20, LETTERS_PER_TOKEN * self.context_length)
 
 
@@ -154,7 +154,7 @@ def parse_generate(body: Any, limits: Limits, text: Text | None, adapter: str | 
 
 
 def _routes_from(body: dict[str, Any], limits: Limits) -> int | None:
-    """Return the first position whose expert routes are requested, or None if no routes are requested."""
+    """Return the position from which on expert routes are requested; None if no routes are requested."""
     start = body.get("routed_experts_start_len", 0)
     if type(start) is not int or start < 0:
         raise ValueError(f"routed_experts_start_len = {shown(start)}: must be an integer >= 0")
@@ -273,7 +273,7 @@ def timing(request: Request) -> dict[str, float]:
 UNDECODED = "\ufffd"
 """Replacement character: the decoder's output for bytes that are not valid UTF-8."""
 MOST_BYTES = 4
-"""Maximum bytes of a UTF-8 character. Each byte may be a separate token."""
+"""Maximum number of bytes of a UTF-8 character. Each byte may be a separate token."""
 
 
 def reply_text(request: Request, output: list[int], finished: bool, text: Text | None) -> str:
@@ -439,7 +439,10 @@ def _check_messages(messages: Any, limits: Limits) -> None:
 
 
 def _letters(value: Any, name: str, depth: int) -> int:
-    """Count the characters of all keys and strings. Every value counts as at least 1, so empty ones are limited too."""
+    """Count the characters of all keys and strings in a value, at any depth.
+
+    Each part counts as at least 1, so the number of empty parts is limited too.
+    """
     if isinstance(value, str):
         return len(value) + 1
     if not isinstance(value, dict | list):

@@ -31,9 +31,10 @@ class Request:
     routes_from: int | None = None
     """First position whose expert routes are returned (None: no routes)."""
     tells_support: bool = False
-    """True to return, per output token, the tokens it was sampled from and its log-probability among them."""
+    """True to return for each output token its support (the tokens it was sampled from) and its log-probability among
+    these."""
     on_progress: Callable[["Request"], None] | None = None
-    """Called in the batcher's thread after every token."""
+    """Function called in the batcher's thread after every token."""
     done: Future = field(default_factory=Future)
     seed: int = 0
     tokens: list[int] = field(default_factory=list)
@@ -55,9 +56,9 @@ class Request:
     drafted: int = 0
     """Number of positions whose keys and values a draft head has written."""
     guessed_passes: int = 0
-    """Passes of the model over guessed tokens of this request."""
+    """Number of passes of the model that read guessed tokens of this request."""
     right_guesses: int = 0
-    """Guessed tokens that became tokens of the reply."""
+    """Number of guessed tokens that became tokens of the reply."""
     accepted: bool = False
     """True once the request has moved from the batcher's door to its queue."""
     started: bool = False
@@ -93,14 +94,14 @@ class Request:
 
     @property
     def next_score(self) -> int | None:
-        """Next prompt position whose hidden state is needed for scoring; None if there is none."""
+        """Next prompt position whose hidden state is needed to score the token after it; None if no more is needed."""
         if self.logprob_start is None:
             return None
         position = self.logprob_start + len(self.input_logprobs)
         return position if position < len(self.prompt) - 1 else None
 
     def end_span(self, version: str) -> None:
-        """Record that the output tokens since the last span were sampled with `version`."""
+        """Record that the output tokens after the last recorded span were sampled with `version`."""
         begin = self.spans[-1][1] if self.spans else 0
         if self.generated > begin:
             # One atomic list operation each: the event loop may be reading `spans` for a stream.

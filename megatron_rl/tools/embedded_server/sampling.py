@@ -29,7 +29,8 @@ GREEDY_BELOW = 1e-6
 HOTTEST = 1e37
 """Maximum temperature; higher ones are lowered to this. Sampling is then uniform. 1 / HOTTEST still fits in float32."""
 RACING = 4096
-"""Each token id below this has its own random time. All others share one time, and a uniform number chooses among them.
+"""Each token id below this has its own random time. All other ids share one time, and a uniform number chooses among
+them.
 
 The distribution is the same for any value. Most tokenizers number tokens by frequency, so the frequent tokens have
 their own times. A draft head guesses only ids below this.
@@ -220,13 +221,16 @@ def key_of(seed: int, k: int) -> int:
 
 
 def uniform(key: int) -> float:
-    """Return the uniform number in [0, 1) of a key."""
+    """Convert a key (`key_of`) to a number that is uniformly distributed in [0, 1)."""
     # A float64 has 53 bits of precision.
     return (key >> 11) * 2.0**-53
 
 
 def times(keys: Sequence[int], count: int) -> Tensor:
-    """Return standard exponential times `[B, count + 1]` float64: those of ids below `count`, then the shared one."""
+    """Return random times `[B, count + 1]` float64: one for each id below `count`, then the one all other ids share.
+
+    The times are standard exponential. keys: results of `key_of`, one per row.
+    """
     # The shared time is drawn first, so that no time depends on the size of the vocabulary.
     rows = [np.random.Generator(np.random.SFC64(key)).standard_exponential(count + 1) for key in keys]
     return torch.from_numpy(np.stack(rows)).roll(-1, 1)
@@ -237,7 +241,7 @@ def adjust_logits(row: Tensor, params: SamplingParams, output: Sequence[int], st
 
     As in SGLang, this happens before the logits are divided by the temperature, only generated tokens count, and the
     repetition penalty comes after the two others and before logit_bias. The trainer uses the same `Adjusting.changes`,
-    so its logits are bitwise equal.
+    so the trainer's logits are bitwise equal to these.
     """
     adjusting = params.adjusting
     if adjusting.size:
@@ -297,7 +301,10 @@ def choose(
 
 
 def support_of(logits: Tensor, kept: Tensor, token: int, params: SamplingParams) -> tuple[list[int], float]:
-    """Return the ids with nonzero `kept` `[V]`, first the sampled `token`, and its log-probability among them."""
+    """Return a token's support, which begins with the token itself, and the token's log-probability in it.
+
+    The support consists of the sampled `token` and all ids at which `kept` `[V]` is nonzero.
+    """
     if params.greedy:
         return [token], 0.0
     others = [other for other in kept.nonzero()[:, 0].tolist() if other != token]
@@ -323,7 +330,10 @@ def _race(weights: Tensor, keys: Sequence[int]) -> Tensor:
 
 
 def _invert_cdf(probs: Tensor, uniforms: Tensor) -> Tensor:
-    """Return each row's first id whose cumulative weight exceeds uniform * total. Rows `[B, V]` need not sum to 1."""
+    """Return each row's first id whose cumulative weight exceeds the row's uniform number times its total weight.
+
+    probs: weights `[B, V]`, whose rows need not sum to 1.
+    """
     cdf = probs.cumsum(-1)
     total = cdf[:, -1:]
     # Rounding may raise the target to the total, which no entry exceeds. Stay just below it.

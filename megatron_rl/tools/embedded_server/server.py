@@ -57,12 +57,12 @@ SECONDS = re.compile(r"\d{1,9}(\.\d{1,6})?", re.ASCII)
 CPU_CONTEXT_LENGTH = 4096
 KEEPALIVE_S = 75.0
 LINGER_S = 2.0
-"""Maximum time to drain a refused body. A sender that is still writing would otherwise miss the refusal."""
+"""Maximum time to go on reading a refused body. Otherwise a sender that is still writing would miss the refusal."""
 CHUNK_S = 30.0
 """Maximum time a client may take to read one chunk of a streamed response."""
 MOST_LIVE_REQUESTS = 65_536
 MOST_LIVE_TOKENS = 2**25
-"""Maximum prompt tokens of all running and waiting requests. Reply tokens are not counted."""
+"""Maximum total number of prompt tokens of all running and waiting requests. Reply tokens are not counted."""
 CACHE_SHARE = 0.3
 """Default KV cache budget: share of the GPU's free memory, or of the host's total memory on CPU."""
 
@@ -89,7 +89,7 @@ class RolloutServer:
         )
         self.live: dict[str, Request] = {}
         self.live_tokens = 0
-        """Prompt tokens of the requests in `live`."""
+        """Total number of prompt tokens of the requests in `live`."""
 
     def app(self, token: str | None, host: str, connections: Connections) -> web.Application:
         app = web.Application(middlewares=[guard(token, host, connections)])

@@ -141,9 +141,9 @@ class Decoder:
         self.parameters: dict[str, Tensor] = {}
         """HF name -> view of the weight in use."""
         self.watch: Callable[[int, str, Tensor], object] = lambda layer, place, states: None
-        """Called with each intermediate result, in order: (layer number, name of the result, values)."""
+        """Function called with each intermediate result, in order: (layer number, name of the result, values)."""
         self.changes = 0
-        """Number of changes of weights so far. Each call of `memory_of` that returns memory counts as one."""
+        """Number of changes to weights so far. A call of `memory_of` that returns memory counts as a change."""
         self._checksums: dict[str, str] = {}
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
         self.embedding = self._new("model.embed_tokens.weight", config.vocab_size, config.hidden_size)
@@ -162,7 +162,10 @@ class Decoder:
         return self._new_fused([(name, shape[0])], *shape[1:])
 
     def _new_fused(self, parts: list[tuple[str, int]], *rest: int) -> Tensor:
-        """Allocate one tensor for one fused matrix product, and register its parts under their HF names."""
+        """Allocate one tensor for one fused matrix product, and register its parts under their HF names.
+
+        parts: (HF name, number of rows) of each part. rest: the sizes of the tensor's other dimensions.
+        """
         whole = torch.empty(sum(rows for _, rows in parts), *rest, dtype=self.dtype, device=self.device)
         views = whole.split([rows for _, rows in parts])
         self.parameters.update((name, view) for (name, _), view in zip(parts, views, strict=True))
@@ -301,7 +304,7 @@ class Decoder:
             self.write(name, handle.get_tensor(there))
 
     def _folders(self, folder: Path) -> list[tuple[Path, str]]:
-        """Return (folder, prefix) for each folder with weight files. The prefix is put before its tensors' names."""
+        """Return (folder, prefix) for each folder with weight files. The prefix is put before its tensor names."""
         return [(folder, "")]
 
     def draw(self) -> None:
@@ -311,7 +314,7 @@ class Decoder:
             weight.fill_(1.0) if name.endswith("norm.weight") else weight.normal_(std=0.02)
 
     def free(self) -> None:
-        """Free the memory of the weights. Nothing may read or write them until `allocate`."""
+        """Free the memory of the weights. Nothing may read or write weights until `allocate` is called."""
         # Free storages, not tensors: all names and fused matrices are views, which `allocate` makes valid again.
         storages = {storage.data_ptr(): storage for storage in (p.untyped_storage() for p in self.parameters.values())}
         self._freed = [(storage, storage.nbytes()) for storage in storages.values()]
@@ -349,7 +352,7 @@ class Decoder:
         return self._forward(tokens, positions, attend, cache, rows)
 
     def _span_attention(self, spans: Sequence[Span], cache: KVCache) -> tuple[Tensor, Tensor, Attend]:
-        """Return each packed token's position and row, both `[T]`, and the function that computes its attention."""
+        """Return the packed tokens' positions and rows, both `[T]`, and the function that computes their attention."""
         positions = torch.cat([torch.arange(s.start, s.start + s.count, device=self.device) for s in spans])
         rows = torch.repeat_interleave(
             torch.tensor([s.row for s in spans], device=self.device),
@@ -384,7 +387,8 @@ class Decoder:
     ) -> Tensor:
         """Run `width` tokens of each row and write their keys and values. Return hidden states `[B * width, H]`.
 
-        tokens: row by row. positions: of each row's first token. rows: must ascend.
+        tokens: `B * width` ids, row by row. positions: the position of each row's first token here. rows: numbers of
+        the cache's rows, in ascending order.
         """
         at, row, attend = self._row_attention(positions, rows, cache, width)
         return self._forward(torch.tensor(tokens, device=self.device), at, attend, cache, row)
@@ -392,7 +396,7 @@ class Decoder:
     def _row_attention(
         self, positions: list[int], rows: list[int], cache: KVCache, width: int
     ) -> tuple[Tensor, Tensor, Attend]:
-        """Return each token's position and row, both `[B * width]`, and the function that computes its attention."""
+        """Return the tokens' positions and rows, both `[B * width]`, and the function that computes their attention."""
         low, high, longest = rows[0], rows[-1] + 1, max(positions) + width
         gapless = high - low == len(rows)
         steps = torch.arange(width, device=self.device)
@@ -433,7 +437,7 @@ class Decoder:
         return at, row, attend
 
     def _attend_exactly(self, layer: int, queries: Tensor, spans: Sequence[Span], cache: KVCache) -> Tensor:
-        """Return attention `[T, heads, D]` of packed queries to the keys in the cache."""
+        """Return the attention result `[T, heads, D]` of packed queries over the keys in the cache."""
         parts = []
         for span, own in zip(spans, queries.split([span.count for span in spans]), strict=True):
             stop = span.start + span.count
@@ -449,7 +453,7 @@ class Decoder:
         return F.rms_norm(x, shape, weight, eps)
 
     def _forward(self, tokens: Tensor, positions: Tensor, attend: Attend, cache: KVCache, rows: Tensor) -> Tensor:
-        """Run all layers; return hidden states. Sets the cache's routes at [rows, positions]."""
+        """Run all layers and return the hidden states `[T, H]`. Write the routes to the cache at [rows, positions]."""
         hidden = self.embedding[tokens]
         self.watch(0, "embedding", hidden)
         rotation = self.cos[positions], self.sin[positions]
@@ -514,11 +518,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def _plan_prefill(
     spans: Sequence[Span], device: torch.device
 ) -> tuple[list[tuple[Tensor, Tensor]], list[tuple[int, slice, Tensor]]]:
-    """Plan the attention of the packed tokens. Return two lists.
+    """Plan the attention of packed tokens. Return one list for spans that begin a row, and one for the others.
 
-    1. Spans from position 0, grouped by similar length: (`[n, longest]` packed index of each token, `[n, longest]`
-       bool, False for padding).
-    2. Spans that continue a row: (row, slice of the packed tokens, `[count, start + count]` mask).
+    1. The spans that start at position 0 are grouped by similar length. Each group of n spans has one entry: the packed
+       index of each token, `[n, longest]`, and a bool mask `[n, longest]` that is False for padding.
+    2. Each span that continues a row has one entry: its row, its slice of the packed tokens, and its attention mask
+       `[count, start + count]` bool.
     """
     # Longest first: each group's first span is its longest, and padding wastes at most 1 - PADDED_SHARE of it.
     begins = [0]

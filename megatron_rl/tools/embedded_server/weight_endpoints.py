@@ -39,7 +39,7 @@ INCOMPLETE = "incomplete"
 MOST_RANKS = 100_000
 MOST_JOINING = 4
 MOST_NUMBERS = 2**20
-"""Maximum weight elements in one response."""
+"""Maximum number of weight elements in one response."""
 HOST_NAME = re.compile(r"[\w.:%-]{1,255}", re.ASCII)
 MAX_DELTA_BYTES = 128 * 1024**2
 """Maximum size of one request with a delta. The trainer sends deltas in parcels of about half this size."""
@@ -47,7 +47,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class WeightEndpoints:
-    """Endpoints that update and check weights. Runs in the event loop's thread; weights change in the batcher's thread.
+    """Endpoints that update and check weights.
+
+    They run in the event loop's thread, but weights are written in the batcher's thread.
 
     One update consists of begin_weight_update, any number of update_weights_from_... and end_weight_update. The trainer
     pauses generation before the update. After it, the trainer compares checksums with weights_checker and resumes
@@ -67,7 +69,7 @@ class WeightEndpoints:
         """Names of groups that a thread is trying to join."""
         self._session_open = False
         self._wire = asyncio.Lock()
-        """Lock held while a request's buckets arrive, so that requests receive one at a time, in order of arrival."""
+        """Lock held while a request's buckets arrive, so that requests receive their buckets one after the other."""
 
     def routes(self) -> list[web.RouteDef]:
         posts = {
@@ -283,7 +285,7 @@ class WeightEndpoints:
     async def _write_matrices(
         self, folder: Any, tensors: Callable[[], Iterable[tuple[str, torch.Tensor]]]
     ) -> list[str]:
-        """Write the matrices that an adapter changes, and return their names. folder: named in errors."""
+        """Write the matrices that an adapter changes, and return their names. folder: the folder named in errors."""
         names: list[str] = []
 
         def write() -> None:
@@ -298,7 +300,7 @@ class WeightEndpoints:
         return names
 
     def _refuse_flush(self, body: dict[str, Any]) -> bool:
-        """Return True if the update flushes the cache; ValueError if paused requests still use the cache."""
+        """Return True if the update is to flush the cache; ValueError if paused requests still use the cache."""
         flush = field(body, "flush_cache", bool, True)
         if flush and self.batcher.running_requests:
             raise ValueError(
@@ -308,7 +310,7 @@ class WeightEndpoints:
         return flush
 
     def _update(self, change: Callable[[], None], body: dict[str, Any]) -> Future:
-        """Call `change` in the batcher's thread: when all accepted requests have finished, or at once if paused.
+        """Call `change` in the batcher's thread, at once if paused, else after all accepted requests have finished.
 
         If `change` raises after it has changed a weight, the weight version becomes INCOMPLETE.
         """
@@ -373,7 +375,7 @@ class WeightEndpoints:
 
 
 async def in_thread(function: Callable[[], Any]) -> Any:
-    """Run `function` in a daemon thread. It may wait for a dead trainer, but must not delay the process's exit."""
+    """Run `function` in a daemon thread: it may wait for a dead trainer, but must not delay the process's exit."""
     done: Future = Future()
 
     def run() -> None:
@@ -436,10 +438,10 @@ class Arrival:
     def begin(
         self, memory: Mapping[str, torch.Tensor | None]
     ) -> tuple[list[tuple[str, torch.Tensor]], deque[dist.Work]]:
-        """Start the broadcasts. Return [(name, tensor to fill)], and the broadcasts: one per tensor, or one for all.
+        """Start receiving. Return [(name, tensor to fill)] and the broadcasts: one per tensor, or one if flattened.
 
-        memory: {tensor name: memory to receive into}. If the memory is None, missing or on another device, or if the
-        bucket is flattened, a new tensor is allocated.
+        memory: {tensor name: memory to receive into}. A new tensor is allocated if the memory is None, missing or on
+        another device, or if the bucket is flattened.
         """
         if self.flattened:
             pieces = [torch.empty(sum(spec.nbytes for spec in self.specs), dtype=torch.uint8, device=self.device)]

@@ -26,7 +26,7 @@ DELTA_CHUNK = 64
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive layers that are recomputed together, or a single layer. Sizes are bytes per row.
+    """Consecutive layers that are recomputed together, or a single layer. Its fields are in bytes per row.
 
     kept: activations kept for the backward pass. formed_again: activations that recomputation adds during the backward
     pass.
@@ -97,7 +97,7 @@ class Activations:
         return rows * (before + max(kept) + last), rows * (before + backward)
 
     def working(self, stage: int, rows: int) -> float:
-        """Return the bytes of a layer's temporary gradients in its backward pass, minus activations freed by then."""
+        """Return the bytes of a layer's temporary gradients in its backward pass, minus already freed activations."""
         arch, tensor = self.arch, self.config.parallel.tensor
         numbers = [
             number for chunk in layers_of_stages(arch, self.config.parallel, self.megatron)[stage] for number in chunk
@@ -166,7 +166,8 @@ class Activations:
         """Return the bytes per row of `count` norms of `width` elements.
 
         A norm keeps its float32 input, the normalized row before the weight is applied, and the row's scale. A fused
-        norm keeps only its input, in the model's dtype, and the scale.
+        norm keeps only its input, in the model's dtype, and the scale. share: share of the rows that this rank
+        processes, by default `own`. keeps_input: False to leave out the float32 input.
         """
         share = self.own if share is None else share
         if self.has_fused_layers:
@@ -244,7 +245,7 @@ class Activations:
         return (convolution + pairs + rows + state + behind + 40 * values) / self.config.parallel.tensor
 
     def _core(self, query: float, key: float, value: float, result: float, projected: float, heads: float) -> float:
-        """Return the bytes per row that core attention keeps, including its result, the input of the output matrix.
+        """Return the bytes per row that core attention keeps, including its result, which enters the output matrix.
 
         query, key, value, result: widths in elements per row. projected: bytes of the projection's output, which
         contains the values.

@@ -42,7 +42,7 @@ Lengths are mapped to a normal distribution first.
 class Chances:
     """The random draws of one run.
 
-    Each kind of event has its own generator, so an additional failure does not change the reply lengths.
+    Each kind of event has its own random generator, so an additional failure does not change the reply lengths.
     """
 
     seed: int

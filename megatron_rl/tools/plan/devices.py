@@ -13,14 +13,15 @@ class Device:
 
     name: str
     memory: float
-    """Bytes, as nvidia-smi reports them."""
+    """Size of the memory in bytes, as nvidia-smi reports it."""
     bandwidth: float
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     bfloat16_flops: float
     float32_flops: float
-    """Without TF32, which torch disables by default."""
+    """Peak FLOPS in float32, without TF32, which torch disables by default."""
     node_link: float
-    """Bytes per second that a GPU can send over NVLink within a node. Data sheets sum both ways."""
+    """Bytes per second that a GPU can send over NVLink within a node: half of the data sheet's sum for both
+    directions."""
 
     @property
     def links(self) -> dict[str, float]:
@@ -48,7 +49,7 @@ SERVER_MEMORY_SHARE = 0.85
 PREFILL_EFFICIENCY, DECODE_EFFICIENCY = 0.4, 0.4
 """Maximum share of peak FLOPS that servers reach in prefill, and in decoding."""
 DISK_BANDWIDTH = 5e9
-"""Bytes per second of a shared file system, for rollout.publication = disk or delta."""
+"""Bytes per second that a shared file system transfers, for rollout.publication = disk or delta."""
 CLUSTER_LINK = 50e9
 """Bytes per second that a GPU can send between nodes: over one 400 Gb/s port per GPU."""
 HOST_BANDWIDTH = 25e9
@@ -77,9 +78,10 @@ LINK_SHARE = 0.78
 DECODE_BANDWIDTH = 0.58
 """Share of peak memory bandwidth that servers reach in decoding."""
 DECODE_LAYER_S, DECODE_REPLY_S = 3.5e-5, 4.6e-5
-"""Seconds of a decoding step in addition to memory reads: per layer (with all-reduces in a node), and per reply."""
+"""Seconds that a decoding step takes in addition to memory reads. DECODE_LAYER_S: per layer, including all-reduces
+within a node. DECODE_REPLY_S: per reply."""
 ALL_REDUCE_S = 1.25e-4
-"""Further seconds per layer of a decoding step for each additional node of the server, for all-reduces."""
+"""Seconds per layer that all-reduces add to a decoding step for each node of the server after the first."""
 GROUP_S, IPC_S, IPC_TENSOR_S = 1.0, 6.0, 2.3e-4
 """Seconds of a publication in addition to sending the whole model over one link. GROUP_S: with servers on other GPUs.
 IPC_S, and IPC_TENSOR_S per tensor: with servers on the trainer's GPUs."""

@@ -14,8 +14,9 @@ from megatron_rl.weights.layout import Shares, parameters_of_mtp_layer
 FLOAT32_STATES = 16
 """Bytes of a parameter's float32 weight, gradient and two moments."""
 CHUNK_TENSORS, CHUNKS_OF_TERM = 6, 4
-"""CHUNK_TENSORS: number of float32 tensors that the soft cross-entropy holds for a chunk of logits. CHUNKS_OF_TERM: its
-chunks have this factor fewer rows than the policy's; copied from ops/head.py, whose import needs compiled operators."""
+"""CHUNK_TENSORS: number of float32 tensors that the soft cross-entropy holds for a chunk of logits. CHUNKS_OF_TERM:
+number of chunks of the soft cross-entropy per chunk of the policy's loss. It is copied from ops/head.py, whose import
+needs compiled operators."""
 PASSES = 3.0
 """Cost of a forward and a backward pass, in forward passes. For the output layer: the logits of both distributions, and
 one product with their difference for the gradient."""
@@ -54,8 +55,8 @@ def draft_pass_bytes(
 ) -> float:
     """Return the temporary bytes of a microbatch's pass through a draft head, on a rank of the last stage.
 
-    rows: the microbatch's tokens, with a shared prompt once for each of its replies. chunk: rows whose logits the
-    policy's head holds at the same time.
+    rows: number of the microbatch's tokens, where a shared prompt counts once for each of its replies. chunk: number of
+    rows whose logits the policy's head holds at the same time.
     """
     parallel = engine.parallel
     own, width = rows / parallel.context, itemsize * arch.hidden

@@ -31,7 +31,7 @@ RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "re
 
 
 def check_models(models: list[Model], config: TrainConfig) -> None:
-    """Raise ValueError if a model cannot be divided by its layout, or the config cannot run on GPUs."""
+    """Raise ValueError if a layout does not suit its model, or if the config cannot run on GPUs."""
     config.rollout.check_for_gpus()
     config.rollout.check_servers()
     sections = {"critic": "critic.parallel", "reward model": "reward_model.parallel"}
@@ -117,7 +117,7 @@ def plans_of(config: TrainConfig, tokens: PromptTokens, cluster: Cluster, traine
 def _with_room(counts: list[int], cluster: Cluster, each: int, *, shares_gpus: bool) -> list[int]:
     """Return the numbers of trainer GPUs that leave room for cluster.servers servers. Raises ValueError if none does.
 
-    each: GPUs of one server.
+    each: number of GPUs of one server.
     """
     room = {count: (cluster.gpus if shares_gpus else cluster.gpus - count) // each for count in counts}
     fitting = [count for count in counts if room[count] >= cluster.servers]
@@ -144,7 +144,8 @@ def counted(count: int, noun: str) -> str:
 def refusal(plan: Plan, nearest: tuple[list[str], Plan] | None, against: tuple[list[str], Plan] | None = None) -> str:
     """Return the message that says why the plan cannot run, and what would fit.
 
-    against: what would fit if keys set on the command line were changed, too. Used if `nearest` is None.
+    nearest: result of `nearest_plan`. against: what would fit if keys that were set on the command line were changed,
+    too. It is used only if `nearest` is None.
     """
     device = plan.cluster.device
     if not plan.has_gpus_for_both:
@@ -269,7 +270,7 @@ def other_layouts(plan: Plan, given: Collection[str] = ()) -> list[tuple[list[st
 
 
 def _options(config: TrainConfig, plan: Plan, given: Collection[str]) -> dict[str, list[Any]]:
-    """Return {key: values to try}, with the value that saves most memory last. Omits keys in `given`."""
+    """Return {key of the config: values to try}, of which the last saves most memory. Keys in `given` are omitted."""
 
     def powers(most: int, other_than: int) -> list[int]:
         return [2**n for n in range(most.bit_length()) if 2**n <= most and 2**n != other_than]
@@ -318,7 +319,10 @@ def _free(options: dict[str, list[Any]], config: TrainConfig, given: Collection[
 
 
 def _changed(config: TrainConfig, changes: dict[str, Any]) -> TrainConfig:
-    """Return the config with some keys changed. Critic and reward model follow if their axis had the same size."""
+    """Return the config with some keys changed.
+
+    If an axis of the critic or the reward model had the same size as the policy's, it is changed, too.
+    """
     critic, reward_model = config.critic, config.reward_model
 
     def layout(own: ParallelConfig) -> ParallelConfig:

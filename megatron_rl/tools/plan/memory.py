@@ -75,7 +75,7 @@ class Model:
 
     @cached_property
     def windows(self) -> Counter[int | None]:
-        """Attention window in tokens (None: unlimited) -> number of layers with it."""
+        """{attention window in tokens, or None if unlimited: number of layers with this window}."""
         return Counter(window for n, window in enumerate(self.arch.windows) if not self.arch.has_delta_net(n))
 
     @property
@@ -120,15 +120,15 @@ def models_of(config: TrainConfig) -> list[Model]:
 
 @dataclass(frozen=True)
 class ModelMemory:
-    """Memory of a model on its fullest rank, in bytes: permanent `states`, and temporary memory."""
+    """Memory of a model on its fullest rank, in bytes: the permanent `states`, and temporary memory."""
 
     states: dict[str, float]
     update: dict[str, float] = field(default_factory=dict)
     """Temporary memory, by part, after the last microbatch's forward pass. All parts exist at the same time."""
     moments: dict[str, float] = field(default_factory=dict)
-    """Temporary memory at other moments of a step, by moment. No two moments coincide, nor does any with `update`."""
+    """{other moment of a step: temporary memory}. These memories and `update` are never needed at the same time."""
     beside_weights: dict[str, float] = field(default_factory=dict)
-    """Temporary memory at moments when this model's weights are the only states on the GPU, by moment."""
+    """{moment at which this model's weights are the only states on the GPU: temporary memory}."""
     on_cpu: float = 0.0
     """Host memory of the optimizer's part on the CPU, including float32 copies of its gradients."""
     checkpoint: float = 0.0
@@ -192,7 +192,10 @@ def _of_optimizer(shares: Shares, engine: EngineConfig, world_size: int) -> floa
 
 
 def _of_replica(shares: Shares, engine: EngineConfig, world_size: int) -> float:
-    """Return the number of parameters in one rank's shard. shares: the parameters to be sharded over the replicas."""
+    """Return the number of parameters in one rank's shard.
+
+    shares: numbers of the parameters that the replicas shard among themselves.
+    """
     parallel = engine.parallel
     replicas = world_size // (parallel.tensor * parallel.pipeline)  # context ranks are replicas too
     expert_replicas = world_size // (parallel.expert * parallel.expert_tensor * parallel.pipeline)
@@ -217,15 +220,15 @@ def head_bytes(model: Model, rows: int) -> tuple[float, float]:
 
 
 def places_of_support(generation: GenerationConfig) -> int:
-    """Return the maximum number of token ids stored per row: its support, or the tokens whose logits change."""
+    """Return the maximum number of token ids stored per row: those of its support, or those whose logits change."""
     return generation.support_size or generation.computed_size or generation.changed_size
 
 
 def support_bytes(generation: GenerationConfig, rows: int, own: int) -> float:
     """Return the bytes of the supports (the tokens that each token was sampled from) and of their logits' changes.
 
-    rows: rows of a microbatch, all of which every context rank holds. own: this rank's part, which the head copies and
-    computes.
+    rows: number of rows of a microbatch; every context rank holds the supports of all. own: number of rows that this
+    rank's head copies and computes.
     """
     ids, numbers = places_of_support(generation), 1 + generation.adjustment_size
     return 4.0 * numbers * ids * (rows + own) + SUPPORT_WORK_BYTES * ids * min(MOST_ROWS, own)
@@ -347,8 +350,8 @@ def checkpoint_bytes(model: Model, shares: Shares, world_size: int) -> float:
 def publication_bytes(model: Model) -> float:
     """Return the temporary bytes of a publication on a rank that sends to servers.
 
-    They consist of two buckets, one being filled while the other is sent, and of two tensors that fill them. If
-    adapters are merged, the merged matrix and the parts it is computed from are in float32. Publishing only adapters
+    These are two buckets, of which one is filled while the other is sent, and two tensors from which they are filled.
+    If adapters are merged, the merged matrix and the parts it is computed from are in float32. Publishing only adapters
     needs no extra memory, because they are sent one by one.
     """
     if model.engine.publication == "adapters":
@@ -427,7 +430,7 @@ class ServerMemory:
 
     gpus: int
     replicas: int
-    """Attention replicas (SGLang's DP attention). Each holds the KV cache of its own replies."""
+    """Number of attention replicas (SGLang's DP attention). Each replica holds the KV cache of its own replies."""
     weights: float
     kv_per_token: float
     kv_room: float
@@ -438,11 +441,11 @@ class ServerMemory:
 
     @property
     def replies(self) -> int:
-        """Number of full-length replies, each with its own prompt of maximum length, whose KV caches fit together."""
+        """Number of full-length replies, with prompts of maximum length, whose KV caches fit in memory together."""
         return self.replies_of(self.longest_sequence)
 
     def replies_of(self, tokens: float) -> int:
-        """Return the number of replies whose KV caches fit together. tokens: length of each, with its prompt."""
+        """Return how many replies' KV caches fit in memory together. tokens: length of each reply with its prompt."""
         return self.replicas * max(0, int(self.kv_room / (self.state_per_reply + self.kv_per_token * tokens)))
 
     @property

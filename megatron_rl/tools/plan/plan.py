@@ -33,7 +33,7 @@ REPLIES_SIMULATED = 256
 """Maximum number of replies simulated per step. If a step has more, servers and groups are scaled down together."""
 STEPS_SIMULATED = 6
 GRADIENT_AXES = ("data", "expert data", "embedding")
-"""Axes with traffic once per update, not once per microbatch."""
+"""Axes along which ranks communicate once per update instead of once per microbatch."""
 LONGEST_FILLING = 16
 """Maximum number of steps simulated before the measured ones, to fill the pipeline."""
 
@@ -55,7 +55,7 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Work:
-    """Seconds of the trainer that are spent on computation, and on communication that is not hidden by it."""
+    """Seconds that the trainer spends on computation, and on communication that computation does not hide."""
 
     compute_s: float = 0.0
     traffic_s: float = 0.0
@@ -76,7 +76,7 @@ class Split:
     """Seconds of a simulated step, by activity."""
 
     rollout_s: float
-    """Time that a server is busy, on average."""
+    """Time that a server is busy, as a mean over all servers."""
     wait_s: float
     """Time that the trainer waits for replies."""
     update_s: float
@@ -126,7 +126,7 @@ class Plan:
     is_balanced: bool = False
     """True if the router gives every expert equally many rows, as in most benchmarks of pre-training."""
     shares_gpus: bool
-    """Whether servers use the trainers' GPUs. They do so in turns (rollout.colocated), or because there are too few
+    """True if servers use the trainers' GPUs. They do so in turns (rollout.colocated), or because there are too few
     GPUs for both. In the latter case the plan does not fit."""
 
     @cached_property
@@ -151,7 +151,7 @@ class Plan:
 
     @cached_property
     def read_s(self) -> float:
-        """Seconds that a server takes to prefill one prompt token, which on average attends to half of the prompt."""
+        """Seconds to prefill one prompt token on a server. On average the token attends to half of the prompt."""
         policy = self.models[0]
         peak = self.server.gpus * self.cluster.device.flops(policy.engine.model.dtype)
         return forward_flops(policy, 1, 0, self.tokens.mean / 2) / (peak * devices.PREFILL_EFFICIENCY)
@@ -222,18 +222,19 @@ class Plan:
 
     @cached_property
     def traffic(self) -> dict[str, list[Traffic]]:
-        """{trained model: traffic of one update}, for the rank whose links are busy longest."""
+        """{trained model: traffic of one update on the rank whose links are busy longest}."""
         return {model.name: self._sent(model, RankTraffic.of_update) for model in self.models if model.is_trained}
 
     @cached_property
     def publication_traffic(self) -> list[Traffic]:
-        """Traffic between trainer ranks to assemble published weights, for the rank whose links are busy longest."""
+        """Traffic to assemble published weights from other trainer ranks, on the rank whose links are busy longest."""
         return self._sent(self.models[0], lambda rank, rows, labels: rank.of_publication())
 
     def _sent(self, model: Model, of_rank: Callable[[RankTraffic, float, float], list[Traffic]]) -> list[Traffic]:
-        """Return the traffic of the busiest rank for one replica's rows of an update.
+        """Return the traffic of the rank whose links are busy longest, for one replica's rows of an update.
 
-        of_rank: computes one rank's traffic from its RankTraffic, rows and label rows.
+        of_rank: function that returns a rank's traffic, given its RankTraffic, the number of rows and the number of
+        label rows.
         """
         layout, world = model.engine.parallel, self.trainer_gpus
         share = layout.tensor * layout.pipeline * layout.context / world / self.batch.updates
@@ -259,7 +260,7 @@ class Plan:
 
     @property
     def least_s(self) -> float:
-        """Lower bound of the step time, from the trainer's work and the servers' work with all slots full."""
+        """Lower bound of the step time, from the trainer's work and from the servers' work with all slots in use."""
         # The cheapest token: a full batch of replies that have just begun.
         one = self.decoder.seconds(self.slots, self.tokens.mean) / self.slots
         servers_s = self.batch.requests * self.replies.mean * one / self.servers
@@ -336,7 +337,7 @@ class Plan:
 
     @property
     def bound(self) -> tuple[str, float]:
-        """(name, seconds) of the part of a step that takes longest."""
+        """Name and seconds of the part of a step that takes longest."""
         split, work, longest = self.split, self.work.values(), self.replies.lengths[-1]
         alone_s = longest * self.decoder.seconds(1, self.tokens.mean + longest / 2)
         # With staleness, other replies are decoded beside the longest one.

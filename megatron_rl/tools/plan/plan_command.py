@@ -150,8 +150,8 @@ def start_command(plan: Plan, path: Path, overrides: list[str]) -> list[str]:
 def prompt_tokens(config: TrainConfig, lengths: Path | None = None) -> PromptTokens:
     """Return the lengths in tokens: from the file `lengths`, or otherwise from the config's limits.
 
-    Lines without a reply's length do not count among the replies. Raises ValueError if a prompt and its longest reply
-    exceed the model's context, or a microbatch that must hold them.
+    Lines without a reply's length do not influence the distribution of reply lengths. Raises ValueError if a prompt and
+    its longest reply exceed the model's context, or a microbatch that must hold them.
     """
     context, longest = read_architecture(config.model.path).max_positions, config.generation.max_new_tokens
     longest += config.data.max_prompt_tokens or 1

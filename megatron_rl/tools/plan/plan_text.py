@@ -21,7 +21,10 @@ LAYERS = "Activations are of Transformer Engine's layers, or of megatron.core's 
 
 
 def as_dict(plan: Plan, given: Collection[str] = ()) -> dict[str, Any]:
-    """Return the plan's counts, bytes and seconds under their names in the code. given: as in other_layouts."""
+    """Return the plan's counts, bytes and seconds under their names in the code.
+
+    given: keys that the other layouts must not change, as in `other_layouts`.
+    """
     split, server = plan.split, plan.server
     return {
         "model": {

@@ -37,7 +37,8 @@ class Workload:
     slots: int
     """Maximum number of replies that a server decodes at the same time; others wait in its queue."""
     token_s: Callable[[float, float], float]
-    """(replies in the batch, mean tokens of each so far) -> time to decode one token of each."""
+    """Function of (number of replies in the batch, mean number of tokens per reply so far) that returns the time to
+    decode one token of each reply."""
     read_s: float
     """Time to prefill one token, either of a prompt or of a reply that resumes after an interruption."""
     prompt_tokens: float
@@ -59,7 +60,7 @@ class Workload:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Results averaged over the measured steps. busy and slots are also averaged over all servers."""
+    """Results averaged over the measured steps. `busy` and `slots` are also averaged over all servers."""
 
     step_s: float
     wait_s: float
@@ -103,10 +104,10 @@ class Server:
         """Factor that multiplies the time of a token."""
         self.cache_age = 0
         self.running: list[tuple[float, int, Group, int, int]] = []
-        """A heap of replies: (`count` at the reply's end, serial number, group, length, tokens it had when it was sent
-        to this server)."""
+        """A heap of running replies: (`count` at the reply's end, serial number, group, length, tokens that the reply
+        already had when it was sent to this server)."""
         self.queue: deque[tuple[int, Group, int, int]] = deque()
-        """Waiting replies: (serial number, group, length, tokens it had when it was sent to this server)."""
+        """Waiting replies: (serial number, group, length, tokens that the reply already had when it was sent here)."""
 
     @property
     def load(self) -> int:
@@ -181,7 +182,7 @@ class Run:
             self.place(group, [(length, 0) for length in group.lengths])
 
     def place(self, group: Group, replies: list[tuple[int, int]]) -> None:
-        """Send replies to the least loaded server. replies: (length, tokens generated so far) of each."""
+        """Send a group's replies to the least loaded server. replies: (length, tokens generated so far) of each."""
         server = min(self.serving(), key=attrgetter("load"))
         server.advance(self.now)
         server.queue.extend((next(self.numbers), group, length, begun) for length, begun in replies)
@@ -191,7 +192,11 @@ class Run:
         return self.servers
 
     def go_on(self, until: float, *, to_a_group: bool = False) -> bool:
-        """Let the servers work until time `until`. to_a_group: stop as soon as a group is complete, and return True."""
+        """Let the servers work until time `until`.
+
+        to_a_group: if a group is complete before `until`, stop at once and return True. In all other cases return
+        False.
+        """
         while (server := min(self.servers, key=attrgetter("ends_at"))).ends_at <= until:
             self.now = server.ends_at
             server.advance(self.now)
@@ -257,7 +262,7 @@ class Run:
 
 
 def simulate(work: Workload, *, steps: int, first: int = 0) -> Outcome:
-    """Return the means of `steps` steps. The `first` steps before them, which fill the pipeline, are not measured."""
+    """Return the means over `steps` steps. The `first` steps before these fill the pipeline and are not measured."""
     run = Run(work)
     for _ in range(first):
         run.step()

@@ -113,18 +113,18 @@ class BatchPlan:
     prompts: int
     trajectories: int
     requests: int
-    """Replies requested from servers: one per new trajectory, and with ReMax one greedy reply per prompt."""
+    """Number of replies requested from servers: one per new trajectory and, with ReMax, one greedy reply per prompt."""
     prompt_tokens: int
-    """Prompt tokens of all trajectories: each prompt counts once per reply."""
+    """Number of prompt tokens in all trajectories. Each prompt counts once per reply."""
     most_reply_tokens: int
     computed_rows: int
-    """Rows that a model computes if all replies have full length. A shared prompt counts once."""
+    """Number of rows that a model computes if all replies have full length. A shared prompt counts once."""
     longest_sequence: int
     replicas: int
     trajectories_per_replica: Bounds
-    """Trajectories per replica in one update, if all trajectories cost the same."""
+    """Number of trajectories per replica in one update, if all trajectories cost the same."""
     microbatches: Bounds
-    """Microbatches of one update on the replica that has the most, if all trajectories cost the same."""
+    """Number of microbatches of one update on the replica with the most, if all trajectories cost the same."""
     updates: int
     groups_in_flight: int
     """Maximum number of prompts that have requests at servers or wait to be trained on."""
@@ -133,9 +133,9 @@ class BatchPlan:
     replies_running: int
     evaluations: int
     all_requests: int
-    """Requests of the whole run, not counting evaluations, a warm start's checks, and retries."""
+    """Number of requests in the whole run, without those of evaluations, a warm start's checks, and retries."""
     epochs: float | None
-    """Passes over the prompts in the whole run. None if the number of prompts is unknown."""
+    """Number of passes over the prompts in the whole run. None if the number of prompts is unknown."""
 
 
 def plan_batch(config: TrainConfig, tokens: PromptTokens, replicas: int) -> BatchPlan:
@@ -233,7 +233,7 @@ def microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: Bounds
 
 
 def usual_microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: float) -> float:
-    """Return the expected number of microbatches per update. trajectories: those of one replica in the update.
+    """Return the expected number of microbatches per update. trajectories: their number on one replica in the update.
 
     Lengths at evenly spaced quantiles are packed best-fit decreasing. A shared prompt counts once per group.
     """
@@ -241,7 +241,7 @@ def usual_microbatches(config: TrainConfig, tokens: PromptTokens, trajectories: 
     prompt = tokens.mean / (samples if config.batch.share_prompts else 1)
     count = max(1, min(QUANTILES, round(trajectories)))
     free: list[float] = []
-    """Rows left in each microbatch."""
+    """Number of rows that are still free in each microbatch."""
     for length in reversed(replies_of(config, tokens).spread(count)):
         rows = min(budget, prompt + length)
         best = min((place for place, left in enumerate(free) if left >= rows), key=free.__getitem__, default=None)

@@ -88,7 +88,7 @@ def training_passes(model: Model) -> float:
 
 
 def first_passes(config: TrainConfig) -> float:
-    """Return the number of the policy's forward passes over the step's tokens before its updates."""
+    """Return how many forward passes the policy makes over the step's tokens before the updates."""
     algo = config.algo
     passes = 1.0 if algo.high_entropy_share < 1 else 0.0
     passes += config.lora.rank > 0 and algo.kl_coefficient > 0  # the reference model: the policy with adapters off
@@ -114,15 +114,16 @@ def causal_keys(config: TrainConfig, tokens: PromptTokens) -> float:
 
 
 def product_efficiency(rows: float, width: float) -> float:
-    """Return the share of peak FLOPS that a matrix product reaches. width: its columns on one rank."""
+    """Return the share of peak FLOPS that a matrix product reaches. width: its number of columns on one rank."""
     return devices.MATRIX_EFFICIENCY / ((1 + devices.HALF_SIZE / rows) * (1 + devices.HALF_SIZE / width))
 
 
 def forward_seconds(model: Model, rows: float, labels: float, keys: float, device: Device, imbalance: float) -> float:
     """Return the seconds of one microbatch's forward pass on a rank of the stage with most layers, without traffic.
 
-    rows, labels: of the replica's microbatch, before context ranks share them. imbalance: rows of the busiest expert
-    rank, divided by the mean over expert ranks.
+    rows, labels: numbers of rows and label rows of a replica's microbatch, on all its context ranks together. keys:
+    mean number of keys that a row attends to. imbalance: number of rows of the busiest expert rank, divided by the mean
+    over all expert ranks.
     """
     arch, parallel = model.arch, model.engine.parallel
     own = rows / parallel.context
@@ -147,8 +148,8 @@ def forward_seconds(model: Model, rows: float, labels: float, keys: float, devic
 def draft_seconds(model: Model, rows: float, labels: float, keys: float, device: Device) -> float:
     """Return the seconds to train a draft head on one microbatch, on a rank of the last stage.
 
-    rows: of the replica's microbatch, with a shared prompt once for each of its replies. labels, keys: as in
-    `forward_seconds`.
+    rows: number of rows of a replica's microbatch, where a shared prompt counts once for each of its replies. labels,
+    keys: as in `forward_seconds`.
     """
     arch, engine = model.arch, model.engine
     if engine.draft.kind == "none":
@@ -165,7 +166,7 @@ def draft_seconds(model: Model, rows: float, labels: float, keys: float, device:
 
 
 def with_bubble(model: Model, microbatches: float) -> float:
-    """Return the time of a pipeline, divided by the time of its microbatches on one stage."""
+    """Return the time of a pipeline, divided by the time that one stage takes for all microbatches."""
     parallel = model.engine.parallel
     # Idle over ideal time of interleaved 1F1B: (stages - 1) / (chunks x microbatches), arXiv 2104.04473, 2.2.2.
     return 1 + (parallel.pipeline - 1) / (parallel.virtual_pipeline * microbatches)

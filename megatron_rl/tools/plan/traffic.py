@@ -20,7 +20,8 @@ from megatron_rl.weights.layout import Shares, layers_of_stages, parameters_of_s
 from megatron_rl.weights.mapping import layer_rules
 
 PARTIAL_BYTES = 16
-"""Bytes per label that tensor ranks exchange to combine their vocabulary parts of the logits (`logprob_partials`)."""
+"""Bytes per label that tensor ranks exchange (`logprob_partials`), as each has the logits of a part of the
+vocabulary."""
 
 
 def publication_seconds(policy: Model, nodes: int, device: Device, gathered: list[Traffic]) -> float:
@@ -106,7 +107,10 @@ class RankTraffic:
         return self.rank // (self.world_size // self.model.engine.parallel.pipeline)
 
     def of_update(self, rows: float, labels: float) -> list[Traffic]:
-        """Return the traffic from the first forward pass to the updated weights. labels: rows that the loss uses."""
+        """Return the traffic from the first forward pass to the updated weights.
+
+        rows: number of rows of the replica in the update. labels: number of those that the loss uses.
+        """
         return self._by_link(self._passes(rows, labels, is_training=True) + self._states(), routes=True)
 
     def of_forward_pass(self, rows: float, labels: float) -> list[Traffic]:
@@ -139,7 +143,11 @@ class RankTraffic:
         return self._by_link(sent, routes=False)
 
     def _by_link(self, sent: Counter[str], *, routes: bool) -> list[Traffic]:
-        """Return the traffic of each axis. routes: the axis `expert` carries routed rows, not gathered weights."""
+        """Return the traffic of each axis.
+
+        sent: {axis: bytes that this rank sends}. routes: True if the axis `expert` carries routed rows, False if it
+        carries gathered weights.
+        """
         found = []
         for axis, nbytes in sent.items():
             ranks = ranks_along(axis, self.model.engine.parallel, self.rank, self.world_size)
@@ -196,7 +204,10 @@ class RankTraffic:
         return sent
 
     def _layer(self, rows: float, kind: tuple[bool, bool], is_whole: bool, is_training: bool) -> Counter[str]:
-        """Return the bytes of one layer. kind: from Architecture.kind; is_whole: the whole layer is recomputed."""
+        """Return the bytes of one layer, by axis.
+
+        kind: the layer's entry of Architecture.kind. is_whole: True if the whole layer is recomputed.
+        """
         arch, megatron = self.model.arch, self.model.megatron
         has_delta_net, is_mixture = kind
         modules = megatron.get("recompute_modules") or ["core_attn"]
@@ -217,9 +228,10 @@ class RankTraffic:
         return sent
 
     def _attention(self, rows: float, forwards: int, core_forwards: int, backwards: int) -> Counter[str]:
-        """Return the bytes of an attention block.
+        """Return the bytes of an attention block, by axis.
 
-        core_forwards: number of forward passes of core attention, which may be recomputed alone.
+        forwards, backwards: number of forward and backward passes of the block. core_forwards: number of forward passes
+        of core attention, which may be recomputed alone.
         """
         arch, parallel = self.model.arch, self.model.engine.parallel
         all_rows, latent = rows * parallel.context, arch.latent
@@ -239,7 +251,8 @@ class RankTraffic:
     def _adapters(self, rows: float, number: int, forwards: int, backwards: int) -> Counter[str]:
         """Return the bytes of the low-rank activations between the A and B matrices of a layer's adapters.
 
-        forwards: 2 if the whole layer is recomputed, else 1.
+        number: the layer's index in the model. forwards: 2 if the whole layer is recomputed, else 1. backwards: number
+        of backward passes.
         """
         lora, is_split, widths = self.model.engine.lora, self.model.engine.parallel.sequence_parallel, 0
         for rule in layer_rules(self.model.arch, number) if lora.rank > 0 else ():
@@ -269,7 +282,7 @@ class RankTraffic:
         return Counter({"tensor": self._share("tensor") * rows * self.model.itemsize * widths})
 
     def _experts(self, rows: float, forwards: int, backwards: int) -> Counter[str]:
-        """Return the bytes of a mixture: routed rows travel to their experts and back.
+        """Return the bytes of a mixture, by axis: routed rows travel to their experts and back.
 
         The router's float32 weights travel with the rows to the experts.
         """

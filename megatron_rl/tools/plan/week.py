@@ -34,11 +34,11 @@ class Job:
     """
 
     server_gpus: int
-    """GPUs of each server."""
+    """Number of GPUs of each server."""
     trainer_gpus: int
     interruption: str
     checkpoint_every: int
-    """Steps between two checkpoints; 0 writes none."""
+    """Number of steps between two checkpoints; 0 if none are written."""
     checkpoint_s: float
     """Seconds that the trainer pauses for a checkpoint."""
 
@@ -77,9 +77,9 @@ class Days(Run):
         self._down: dict[Server, float] = {}
         """{server that is down: time at which its restart is complete}."""
         self._published = dict.fromkeys(self.servers, 0.0)
-        """{server: its `count` at the last publication}."""
+        """{server: the server's `count` at the last publication}."""
         self._homeless: dict[Group, Replies] = {}
-        """{group: its replies that wait because no server is up}."""
+        """{group: those of its replies that wait because no server is up}."""
         self._checkpoint, self._newest = 0, 0
         """Policy version of the newest checkpoint, and the highest version ever reached."""
         self._since: list[Group] = []
@@ -228,7 +228,7 @@ class Days(Run):
         raise TrainerDied(log_normal(chance, *drawn.TRAINER_RESTART_S))
 
     def _resume(self, restart_s: float) -> None:
-        """Resume from the newest checkpoint. Groups finished since then are kept; the others start again."""
+        """Resume from the newest checkpoint. Groups finished since then are kept; unfinished groups start again."""
         missing = Counter(
             {group: sum(length - kept for length, kept in left) for group, left in self._homeless.items()}
         )

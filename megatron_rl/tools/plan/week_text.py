@@ -27,7 +27,7 @@ NOTE = "Simulated: no run on GPUs has checked these figures. The times of a toke
 
 @dataclass(frozen=True)
 class Scale:
-    """Scale of the simulation: real replies per simulated reply of a group, and real groups per simulated group."""
+    """Scale of a simulation: `replies` real replies per simulated reply, `groups` real groups per simulated group."""
 
     replies: int
     groups: int

@@ -42,13 +42,13 @@ class Collective:
     phase: str
     kind: str
     group: int
-    """Index of its group in Ledger.groups."""
+    """Index of the call's process group in Ledger.groups."""
     dtype: str
     sizes: tuple[int, ...]
     peer: int
     """Global rank of a broadcast's source, or of the other end of a send or receive; -1 for other calls."""
     nbytes: int
-    """Bytes of the whole gathered or reduced tensor, or of the message."""
+    """Bytes of the whole gathered or reduced tensor; for a send or receive, bytes of the message."""
     on_device: bool
     is_async: bool
     """True if the call does not block the following computation."""
@@ -65,7 +65,8 @@ class Phase:
     syncs: Counter[str] = field(default_factory=Counter)
     """{kind of sync and code line: count}."""
     in_microbatches: Counter[str] = field(default_factory=Counter)
-    """The syncs that occur between the packing of the first microbatch and the end of the last one's backward pass."""
+    """Those `syncs` that occur from the packing of the first microbatch to the end of the last microbatch's backward
+    pass."""
     microbatches: int = 0
     copies: Counter[str] = field(default_factory=Counter)
     copied_bytes: Counter[str] = field(default_factory=Counter)
@@ -238,7 +239,7 @@ class Ledger:
         return any(storage.data_ptr() in span for span in self.order.page_locked)
 
     def note_assumed(self, what: str) -> None:
-        """Count a value that the rehearsal had to assume."""
+        """Count a value that the rehearsal had to assume. what: the value's description."""
         self.assumed[what] += 1
 
     # Other ranks
@@ -350,7 +351,7 @@ def _fill(out: Tensor, value: Tensor, times: int) -> None:
 
 
 def _attention_flops(func, args) -> int:
-    """Return the FLOPs of attention over packed rows. Like torch's FLOP counter, ignore what masks save."""
+    """Return the FLOPs of attention over packed rows. As in torch's FLOP counter, masked products count, too."""
     given = dict(zip(operation(func).arguments, args, strict=False))
     queries, keys = known(given["cu_seq_q"]), known(given["cu_seq_k"])
     if queries is None or keys is None:

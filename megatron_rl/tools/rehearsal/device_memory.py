@@ -48,11 +48,11 @@ class DeviceMemory:
         self._numbers: dict[int, tuple[weakref.ref, int]] = {}
         """{address of a live storage: (reference, storage number)}."""
         self._lines: list[str] = []
-        """The code line that allocated each storage, by storage number."""
+        """Entry n is the code line that allocated storage n."""
         self._parts: list[str] = []
-        """The part of each storage, one of PARTS, by storage number."""
+        """Entry n is the part, one of PARTS, to which storage n is assigned."""
         self._sizes: list[int] = []
-        """The current bytes of each storage, by storage number."""
+        """Entry n is the current size of storage n in bytes."""
         self._events = array("q")
         """Four entries per event: storage number, bytes allocated (negative if freed), kernels launched so far, phase
         number."""
@@ -64,7 +64,10 @@ class DeviceMemory:
         self._phase = self._phases.setdefault(phase, len(self._phases))
 
     def note(self, tensor: Tensor, find_line: Callable[[], str]) -> bool:
-        """Record a tensor's storage if it is new; return whether it is new. find_line: returns the allocating line."""
+        """Record a tensor's storage and return True if the storage is new; else return False.
+
+        find_line: function that returns the allocating code line.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._numbers:
@@ -133,7 +136,8 @@ class DeviceMemory:
     def _points(self, totals: list[int], names: list[str]) -> list[list[Any]]:
         """Return the timeline's points: [kernels launched, phase, bytes of each of PARTS].
 
-        Each time span yields two points: its highest and its lowest.
+        The timeline is divided into time spans. Each yields two points: the moments of its highest and its lowest
+        total.
         """
         span = max(1, -(-2 * len(totals) // MOST_POINTS))
         chosen = set()

@@ -107,7 +107,7 @@ class FakeCuda(TorchDispatchMode):
     # Running without computing
 
     def run(self, func, args, kwargs) -> Any:
-        """Return an operation's result, with its values if they are known, and record the call."""
+        """Run an operation, record the call, and return the result, with its values if they are known."""
         if operation(func).is_view and isinstance(args[0], FakeTensor):  # neither a kernel nor memory
             made = self.results.view(func, args, kwargs)
             values = None if known(args[0]) is None else self._known_result(func, args, kwargs)

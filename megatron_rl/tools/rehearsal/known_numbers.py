@@ -1,8 +1,8 @@
 """Tracks the values of device tensors that are known because they came from the host.
 
 The values are stored on the host, in the device tensor's attribute `known`. If a tensor is overwritten with unknown
-values, the tensor and its views become unknown. To record this, `forget` marks the storage that their `known` tensors
-share.
+values, the tensor and its views become unknown. To record this, `forget` marks the storage that the `known` tensors of
+the tensor and its views share.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def forget(tensor: Tensor) -> None:
 
 
 def values_in(given: Any) -> Any:
-    """Return an operation's arguments with each tensor replaced by its known values. All must be known.
+    """Return an operation's arguments with each tensor replaced by its values, which must be known.
 
     This runs for every operation on known tensors, and is faster than tree_map.
     """

@@ -18,7 +18,7 @@ class Operation:
     """Facts about one overload of an operator."""
 
     name: str
-    """Name with namespace, without overload."""
+    """Name with namespace, without the overload's name, such as `aten::copy_`."""
     arguments: tuple[str, ...]
     written: tuple[tuple[int, str], ...]
     """(position, name) of each argument that the operator writes to."""

@@ -69,7 +69,7 @@ def leave(work: Callable[[], None]) -> NoReturn:
 def prepare(memory_bytes: int) -> Ledger:
     """Prepare the simulated device and a rank's imports, before forking.
 
-    Returns an empty ledger. Each fork fills its own copy.
+    Returns an empty ledger, of which each fork fills its own copy.
     """
     ledger = Ledger()
     stand_in_for_device(ledger, memory_bytes=memory_bytes)
@@ -121,8 +121,10 @@ def rehearse_rank(place: Path, order: dict[str, Any], ledger: Ledger) -> None:
 
 
 def config_of(order: dict[str, Any], ledger: Ledger) -> TrainConfig:
-    """Return an order's config. If an option needs a package that is not installed, replace it and note this in the
-    ledger."""
+    """Return an order's config.
+
+    If an option needs a package that is not installed, the option is changed, and the ledger records this.
+    """
     from megatron_rl.engine.megatron_overrides import missing_for_flex
 
     config, changed = load_config(order["config"], order["overrides"]), []

@@ -28,8 +28,8 @@ def traffic(found: dict[str, Any], world: World, device: Device) -> list[dict[st
 def exposed(found: dict[str, Any], world: World, device: Device) -> dict[str, dict[str, Any]]:
     """Return the collectives of an update that do not overlap with computation, by kind, group and code line.
 
-    These are the synchronous calls, because no computation runs on their stream meanwhile. Each entry has the number of
-    calls, bytes on the wire, and transfer seconds.
+    These are the synchronous calls, because no computation runs on their stream meanwhile. The result maps a text with
+    kind, group and code line to the number of calls, the bytes on the wire, and the transfer time in seconds.
     """
     rows: dict[str, dict[str, Any]] = {}
     for call, name, _, link, nbytes in _calls(found, world):
@@ -46,7 +46,7 @@ def exposed(found: dict[str, Any], world: World, device: Device) -> dict[str, di
 def wire_bytes(kind: str, nbytes: int, ranks: int) -> float:
     """Return the bytes that each rank sends in a ring collective, or that the root of a gather receives.
 
-    nbytes: size of the whole tensor. Messages and broadcasts count with their whole size.
+    nbytes: size of the whole tensor, which is also the result for messages and broadcasts.
     """
     share = (ranks - 1) / ranks
     if kind.startswith("allreduce"):

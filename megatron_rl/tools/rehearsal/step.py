@@ -203,7 +203,10 @@ class RehearsedBatch(StepBatch):
     def _noted(
         self, own: list[TrajectoryBatch], parts_of: Callable[[StepBatch], list[TrajectoryBatch]]
     ) -> list[TrajectoryBatch]:
-        """Add each part of `own` to SHARES_OF_ALL, and return `own`. parts_of: returns the parts of a rank's batch."""
+        """Enter each part of `own` in SHARES_OF_ALL, with the other ranks' parts, and return `own`.
+
+        parts_of: function that returns the parts of a rank's batch.
+        """
         groups = self.plan.groups
         for rank in range(groups.data.size):
             of_rank = replace(groups, data=replace(groups.data, rank=rank))
@@ -279,8 +282,8 @@ def made_batch(
     """Draw a step's trajectories: enough to fill two microbatches per replica, or one per pipeline stage if more.
 
     lengths: as returned by read_lengths. If given, each group's prompt and reply lengths are drawn from them. Otherwise
-    prompts have data.max_prompt_tokens (512 if that is 0), and replies a random length from a quarter of
-    generation.max_new_tokens up to all of it.
+    prompts have data.max_prompt_tokens tokens (512 if the option is 0), and replies have a random length between a
+    quarter of generation.max_new_tokens and all of it.
     """
     samples = config.generation.n_samples
     generator = torch.Generator().manual_seed(1)
@@ -320,7 +323,7 @@ def made_batch(
 def reported_columns(config: TrainConfig, rewards: Tensor, sample: Tensor) -> dict[str, Tensor]:
     """Return the columns that the config's workflow reports because its advantage estimator needs them.
 
-    sample: each trajectory's number in its group.
+    rewards, sample: each trajectory's reward, and its number in its group.
     """
     if config.algo.advantage == "remax":
         if config.reward_model.path:  # scores the greedy reply like the others
@@ -335,7 +338,7 @@ def reported_columns(config: TrainConfig, rewards: Tensor, sample: Tensor) -> di
 def drawn_group(
     config: TrainConfig, lengths: Sequence[tuple[int, int]], generator: torch.Generator
 ) -> tuple[int, list[int]]:
-    """Return the number of tokens of one prompt, and of each of its replies."""
+    """Draw a group. Return the number of tokens of its prompt, and of each reply. lengths: as in made_batch."""
     samples, most = config.generation.n_samples, config.generation.max_new_tokens
     drawn = torch.randint(most // 4, most + 1, (samples,), generator=generator).tolist()
     if not lengths:

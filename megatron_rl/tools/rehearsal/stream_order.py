@@ -58,7 +58,7 @@ class Use:
 
 
 Span = tuple[int, int, bool]
-"""(first byte in the storage, byte after the last, True if written or False if read)."""
+"""(offset of the first byte in the storage, offset after the last byte, True if written or False if read)."""
 
 
 @dataclass(slots=True)
@@ -67,20 +67,23 @@ class Memory:
 
     storage: weakref.ref
     owner: int
-    """Stream that may reuse the memory as soon as it is freed. HOST for host memory."""
+    """Number of the stream that may reuse the memory as soon as it is freed. HOST for host memory."""
     address: int
-    """Address of host memory, 0 on the device."""
+    """Address of the storage if it is in host memory; 0 if it is on the device."""
     uses: dict[int, dict[Span, Use]] = field(default_factory=lambda: defaultdict(dict))
     latest: Clock = field(default_factory=dict)
-    """Time of each stream's last use."""
+    """{stream number: time of the stream's last use}, where time is the stream's number of operations."""
     recorded: set[int] = field(default_factory=set)
-    """Streams given to Tensor.record_stream. The allocator waits for them before the memory is reused."""
+    """Streams given to Tensor.record_stream. The allocator waits for these streams before the memory is reused."""
     kept: set[int] = field(default_factory=set)
     """Streams of asynchronous collectives on the storage. torch keeps the storage alive until they have ended."""
 
 
 class StreamOrder:
-    """The streams of a rank with their clocks, and the faults found. find_line: returns the current code line."""
+    """The streams of a rank with their clocks, and the faults found.
+
+    find_line: function that returns the current code line.
+    """
 
     def __init__(self, find_line: Callable[[], str]) -> None:
         self.find_line = find_line
@@ -116,11 +119,11 @@ class StreamOrder:
         return dict(self._clocks[self.current if stream is None else stream])
 
     def wait(self, clock: Clock, stream: int | None = None) -> None:
-        """Make a stream (None: the current one) wait for the operations in `clock`."""
+        """Record that a stream (None: the current one) waits for the operations in `clock`."""
         advance(self._clocks[self.current if stream is None else stream], clock)
 
     def host_waits(self, clock: Clock | None = None) -> None:
-        """Make the host wait for the operations in `clock` (None: all operations of the current stream)."""
+        """Record that the host waits for the operations in `clock` (None: all operations of the current stream)."""
         advance(self._host, self._clocks[self.current] if clock is None else clock)
 
     def host_waits_for_all(self) -> None:
@@ -178,12 +181,12 @@ class StreamOrder:
         return self.clock(stream)
 
     def copy(self, host: Tensor, *, is_write: bool) -> None:
-        """Record that the current stream reads or writes a host tensor. The host does not wait for it here."""
+        """Record that the current stream reads or writes a host tensor in a copy, for which the host does not wait."""
         self.has_host_uses = True
         self.launch("a copy", *(([], [host]) if is_write else ([host], [])))
 
     def on_host(self, name: str, read: Iterable[Tensor], written: Iterable[Tensor]) -> None:
-        """Check an operation of the host against the streams' uses of the same memory."""
+        """Record an operation of the host, and check its order with the streams' uses of the same memory."""
         use = None
         for tensors, is_write in ((read, False), (written, True)):
             for tensor in tensors:
@@ -241,9 +244,10 @@ class StreamOrder:
         self._check_end(memory, "freed", memory.recorded | memory.kept)
 
     def _check_end(self, memory: Memory, how: str, safe: set[int]) -> None:
-        """Check that no stream may still use memory that is freed, because its owner may reuse it at once.
+        """Record a fault if a stream may still use memory that is being freed. The memory's owner may reuse it at once.
 
-        how: word for the fault's text. safe: streams that need no check.
+        how: the fault's text says this about the memory, such as `freed`. safe: numbers of the streams that need no
+        check.
         """
         if memory.owner == HOST and not any(memory.address in span for span in self.page_locked):
             return  # torch's own page-locked memory, which torch keeps until the copies are done

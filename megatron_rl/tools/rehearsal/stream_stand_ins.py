@@ -17,7 +17,7 @@ class Stream:
 
     order: ClassVar[StreamOrder]
     note_wait: ClassVar[Callable[[str, Clock], None]]
-    """Called with (description, clock) when the host waits for the operations in the clock."""
+    """Function called with (description, clock) when the host waits for the operations in the clock."""
     device = torch.device("cuda")
 
     def __init__(self, *_: object, **__: object) -> None:

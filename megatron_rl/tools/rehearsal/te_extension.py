@@ -43,7 +43,7 @@ class _Enum(type):
 
 
 class Extension(ModuleType):
-    """A module with these functions. Other names are enums if capitalised, else functions that raise when called."""
+    """A module with the given functions. Any other name is an enum if capitalised, else a function that raises."""
 
     def __init__(self, name: str, functions: dict[str, Callable[..., Any]]) -> None:
         super().__init__(name)

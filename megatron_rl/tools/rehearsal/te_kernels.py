@@ -31,8 +31,9 @@ _library = torch.library.Library(NAMESPACE, "DEF")
 def _kernel(schema: str, *, without_memory: Callable, launches: Callable | None = None, flops: Callable | None = None):
     """Register the decorated host implementation as a torch operator.
 
-    without_memory: replaces it for FakeTensors; returns empty tensors that have the results' shapes and dtypes.
-    launches: returns the number of launches. flops: returns the FLOPs, given shapes instead of tensors.
+    schema: the operator's schema. The other arguments are functions. without_memory: replaces the implementation for
+    FakeTensors, and returns empty tensors that have the results' shapes and dtypes. launches: returns the number of
+    launches of a call. flops: returns a call's FLOPs, given shapes instead of tensors.
     """
 
     def define(compute: Callable) -> Any:
@@ -68,7 +69,7 @@ def _multiplied(a: Tensor, b: Tensor, turns_a: bool, turns_b: bool) -> Tensor:
     flops=lambda a, b, turns_a, turns_b, *_, **__: 2 * a[0] * a[1] * b[0 if turns_b else 1],
 )
 def product(a, b, turns_a, turns_b, dtype=None, bias=None):
-    """Multiply `[M, K]` by `[K, N]`. turns_a, turns_b: the matrix is stored transposed."""
+    """Multiply `[M, K]` by `[K, N]`. turns_a, turns_b: True if the matrix is stored transposed."""
     out = _multiplied(*(x.to(dtype or x.dtype) for x in (a, b)), turns_a, turns_b)
     return out if bias is None else out + bias.to(out.dtype)
 
@@ -79,7 +80,7 @@ def product(a, b, turns_a, turns_b, dtype=None, bias=None):
     flops=lambda out, a, b, turns_a, turns_b, *_, **__: 2 * a[0] * a[1] * b[0 if turns_b else 1],
 )
 def product_into_(out, a, b, turns_a, turns_b, adds):
-    """Write a product into `out`, or add it to `out`."""
+    """Write a product into `out`, or add it to `out` if `adds` is True."""
     _write(out, _multiplied(a, b, turns_a, turns_b), adds)
 
 
@@ -118,7 +119,7 @@ def _grouped_launches(outs, a, b, turns_a, turns_b, adds) -> int:
     flops=_grouped_flops,
 )
 def grouped_product_into_(outs, a, b, turns_a, turns_b, adds):
-    """Write the product of each pair of matrices into its result, or add it there."""
+    """Write the product of each pair of matrices into its tensor in `outs`, or add it there if `adds` is True."""
     for out, x, y in zip(outs, a, b, strict=True):
         _write(out, _multiplied(x, y, turns_a, turns_b), adds)
 
@@ -155,7 +156,7 @@ def rms_norm_backward(gradient, x, factor, weight, zero_centered):
     without_memory=lambda x, angles, back: x.new_empty(x.shape),
 )
 def rotate(x, angles, back):
-    """Rotate `[s, b, heads, D]` in float32 by the angles `[>= s, 1, 1, <= D]` of its rows. back: rotate backwards."""
+    """Rotate `[s, b, heads, D]` in float32 by its rows' angles `[>= s, 1, 1, <= D]`. back: True to rotate backwards."""
     angles = angles[: x.shape[0]]
     rotated, rest = x[..., : angles.shape[-1]].float(), x[..., angles.shape[-1] :]
     low, high = rotated.chunk(2, dim=-1)
@@ -209,7 +210,10 @@ def _attended(query, key, value, query_cu, key_cu, scale: float, before: int) ->
     launches=lambda *_: 1 + 2 + 1 + 1,
 )
 def attention(query, key, value, cu_seq_q, cu_seq_k, scale, before):
-    """Return the result, the softmax statistics and a random state. before: keys before a query's own; -1: all."""
+    """Return attention's result, the softmax statistics and a random state.
+
+    before: number of keys before a query's own position that the query attends to; -1 for all.
+    """
     return _attended(query, key, value, cu_seq_q, cu_seq_k, scale, before), *_statistics(query)
 
 
@@ -230,7 +234,7 @@ def attention_backward(gradient, query, key, value, cu_seq_q, cu_seq_k, scale, b
 
 
 def launches_over(lists: int, tensors: list[Tensor]) -> int:
-    """Return the number of launches of a multi-tensor kernel over `lists` lists, each with tensors of these sizes.
+    """Return the number of launches of a multi-tensor kernel over `lists` lists of tensors, each with these sizes.
 
     A launch takes a limited number of tensors and blocks (see CHUNK, BLOCKS, TENSORS).
     """

@@ -74,7 +74,7 @@ class Frame:
 
 
 def line_chart(series: list[Series], *, width: int = 340, height: int = 170, title: str, y_zero: bool = False) -> str:
-    """Draw curves by step. title: for screen readers. y_zero: the y axis includes 0."""
+    """Draw curves by step. title: text for screen readers. y_zero: True if the y axis must include 0."""
     points = [point for one in series for point in one.points]
     if not points:
         return NOTHING
@@ -143,7 +143,10 @@ def hover_points(series: Series, frame: Frame) -> str:
 def stacked_bars(
     bars: list[dict[str, float]], x: list[float], order: list[str], *, width: int, height: int, title: str
 ) -> str:
-    """Draw one stacked bar per entry of `x`, with its parts in `order`. Part i has the colour c<i % 8>."""
+    """Draw one stacked bar per entry of `x`.
+
+    bars: {part: size} of each bar. order: the parts from bottom to top; number i of these has the colour c<i % 8>.
+    """
     frame = frame_of_bars(x, ticks(0.0, max(sum(bar.values()) for bar in bars)), width=width, height=height)
     slot = (width - LEFT - RIGHT) / len(bars)
     thick = min(max(slot * 0.8, 1.0), 48.0)
@@ -173,9 +176,10 @@ def stacked_areas(
     mark: str,
     spans: Sequence[tuple[float, str]] = (),
 ) -> str:
-    """Draw (name, values) areas over `x`, stacked from the bottom up.
+    """Draw areas over `x`, stacked from the bottom up.
 
-    mark: hover text of the point where the areas' sum is highest. spans: (start, name) of labelled sections of x.
+    areas: (name, one value per entry of `x`) of each area. mark: hover text of the point where the areas' sum is
+    highest. spans: (start, name) of labelled sections of x.
     """
     totals = [sum(values) for values in zip(*(values for _, values in areas), strict=True)]
     if not totals:
@@ -227,9 +231,10 @@ def bars(rows: list[tuple[str, float, str, str]], *, width: int, title: str) -> 
 def heat_map(
     columns: list[dict[str, float]], x: list[float], classes: list[str], *, width: int, height: int, title: str
 ) -> str:
-    """Draw one column of cells per entry of `x`. A column maps a class to its share in [0, 1].
+    """Draw one column of cells per entry of `x`, in which darker cells have larger shares.
 
-    classes: names of the rows from bottom to top. The y axis shows only a name's first word, the class's lowest value.
+    columns: {class: its share in [0, 1]} of each column. classes: the names of the rows from bottom to top. The y axis
+    shows only a name's first word, which is the lowest value of the class.
     """
     frame = frame_of_bars(x, [0.0, float(len(classes))], width=width, height=height)
     thick = (width - LEFT - RIGHT) / len(columns)
@@ -267,7 +272,10 @@ def svg(body: str, width: int, height: int, title: str) -> str:
 
 
 def ticks(low: float, high: float, wanted: int = 4) -> list[float]:
-    """Return about `wanted` + 1 round numbers that enclose [low, high]. If low equals high, the ticks include 0."""
+    """Return about `wanted` + 1 round numbers at even distances that enclose [low, high].
+
+    If low equals high, the numbers also enclose 0.
+    """
     if high - low <= max(1e-6 * max(abs(low), abs(high)), TINY):  # differences of rounding only
         low, high = min(0.0, low), max(0.0, high)
         high = high if high - low > TINY else 1.0
@@ -299,7 +307,7 @@ def short(value: float) -> str:
 
 
 def tick_label(value: float, step: float) -> str:
-    """Format a tick like `short`, but with enough decimals to distinguish neighbouring ticks (0.99998, 1.00000)."""
+    """Format a tick like `short`, but with enough decimals to tell it from the next tick (0.99998, 1.00000)."""
     return f"{value:.{-math.floor(math.log10(step))}f}" if step < 1e-2 * abs(value) and step < 1 else short(value)
 
 

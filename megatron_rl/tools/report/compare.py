@@ -46,7 +46,9 @@ def compare(folders: list[Path], target: Path | None = None) -> tuple[Table, Pat
 
 
 def partings(folders: list[Path], *, bound: float = 0.0) -> dict[str, str]:
-    """Return run name -> text on where the run first differs from the first run. Runs without a difference are absent.
+    """Return {run's name: text that says where the run first differs from the first folder's run}.
+
+    Runs that do not differ are absent.
 
     bound: largest relative difference of a metric that counts as equal.
     """
@@ -72,7 +74,7 @@ def distinct_names(folders: list[Path]) -> list[str]:
 
 
 def what_they_reached(runs: list[RunRecord]) -> Rows:
-    """Return rows of each run's steps, scores, main metrics and speed. A missing number is a dash."""
+    """Return table rows of the runs' steps, scores, main metrics and speed. A missing number is shown as a dash."""
     rows: Rows = [("steps", [str(len(run.steps)) for run in runs])]
     curves = [{curve.label: curve for curve in evaluation_curves(run)} for run in runs]
     for label in dict.fromkeys(label for own in curves for label in own):
@@ -87,7 +89,7 @@ def what_they_reached(runs: list[RunRecord]) -> Rows:
 
 
 def differing_options(runs: list[RunRecord]) -> Rows:
-    """Return rows of the options in which the configs differ, except run.folder."""
+    """Return a table row for each option in which the configs differ, except run.folder."""
     # Parse the YAML, so that 1e-6 and 0.000001 are equal.
     configs = [dict(_leaves(OmegaConf.to_container(OmegaConf.create(run.config)))) for run in runs]
     keys = dict.fromkeys(key for config in configs for key in config)

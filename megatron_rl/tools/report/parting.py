@@ -37,9 +37,9 @@ class Parting:
 
     step: int
     metrics: dict[str, tuple[Any, Any]]
-    """Metrics that differ: name -> (value in the first run, value in the second run)."""
+    """{name of a metric that differs: (value in the first run, value in the second run)}."""
     where: str
-    """Text with the first prompt and token that differ and both replies, or a note that no known reply differs."""
+    """Text that shows the first prompt and token that differ with both replies, or says that no known reply differs."""
 
     def __str__(self) -> str:
         shown = [f"{name} {a!r} and {b!r}" for name, (a, b) in itertools.islice(self.metrics.items(), 4)]
@@ -118,7 +118,10 @@ def _first_token(step: int, folders: tuple[Path, Path]) -> str:
 
 
 def _texts(folders: tuple[Path, Path], mine: list[int], theirs: list[int], place: int) -> str:
-    """Return the common text before token `place`, then the two texts after it side by side; "" without a tokenizer."""
+    """Return the common text before token `place`, and the two texts from there on side by side.
+
+    mine, theirs: the two sequences' token ids. Returns "" if a run's tokenizer is missing.
+    """
     tokenizers = [_tokenizer(folder) for folder in folders]
     if tokenizers[0] is None or tokenizers[1] is None:
         return ""
@@ -142,7 +145,7 @@ def _tokenizer(folder: Path) -> Tokenizer | None:
 
 
 def _recorded(folder: Path) -> dict[tuple[int, int], Sequence] | None:
-    """Return a record's trajectories by (prompt, index among the prompt's trajectories); None without a record."""
+    """Return {(prompt, index among the prompt's trajectories): trajectory} of a record; None if there is no record."""
     try:
         numbers = load_file(folder / "consumed.safetensors")
         replicas = json.loads((folder / "record.json").read_text(encoding="utf-8"))["replicas"]

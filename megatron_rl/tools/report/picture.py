@@ -101,7 +101,10 @@ def aim_curves(run: RunRecord) -> Curves | None:
 
 
 def curve(steps: list[dict[str, Any]], key: str) -> list[Series]:
-    """Return a metric's curve, [] without values. A long one becomes two: faint values and their moving average."""
+    """Return a metric's curve; [] if no step has the metric.
+
+    A long curve is returned as two: the values, drawn faint, and their moving average.
+    """
     x, y = numbers(steps), column(steps, key)
     if not has_values(y):
         return []

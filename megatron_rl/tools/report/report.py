@@ -46,7 +46,8 @@ TITLES = {
     "rollout/tokens_per_s": "Generated tokens per second",
     "rollout/staleness": "Staleness (versions)",
 }
-"""Metric -> title of its chart. These charts come first, in this order. Other metrics have their keys as titles."""
+"""{metric: title of its chart}. These charts come first, in this order. Charts of other metrics have the metric's key
+as title."""
 HISTOGRAMS = {
     "histogram/reply_tokens": "Tokens that the model wrote in a trajectory",
     "histogram/token_age": "Age of the trained tokens (versions)",
@@ -74,7 +75,10 @@ def write_report(folder: str | Path) -> Path:
 
 
 def render(run: RunRecord, folder: Path, samples: ShownSamples) -> str:
-    """Return the page's HTML. run: read without samples. folder: the run's folder, for the title and the traces."""
+    """Return the page's HTML.
+
+    run: the run's record, which needs no samples. folder: the run's folder, which gives the title and the traces.
+    """
     run = dataclasses.replace(run, samples=samples.rounds)
     traces = sorted((folder / FOLDER).glob("step-*.json.gz"), key=lambda path: (len(path.name), path.name))
     sections = {

@@ -74,7 +74,10 @@ def choose_samples(index: SampleIndex, *, is_live: bool) -> ShownSamples:
 
 
 def _first(index: SampleIndex, key: Key, most_bytes: int) -> list[int]:
-    """Return the places of a round's first rows that together fit into `most_bytes`, and of at least one row."""
+    """Return the places of a round's first rows that together fit into `most_bytes`, but at least one place.
+
+    key: the round's split and step.
+    """
     places, size = index.places([key]), 0
     for count, place in enumerate(places):
         size += min(index.size(place), 2 * LETTERS)
@@ -84,7 +87,10 @@ def _first(index: SampleIndex, key: Key, most_bytes: int) -> list[int]:
 
 
 def shortened(row: Row, letters: int | None) -> Row:
-    """Cut each text of a row to `letters` characters, and the turns of a dialogue to `letters` in all. None: no cut."""
+    """Cut each text of a row to `letters` characters. If `letters` is None, return the row unchanged.
+
+    The turns of a dialogue are cut to `letters` characters in total.
+    """
     if letters is None:
         return row
     row = row | {name: _cut(row[name], letters) for name in ("prompt", "answer", "reply")}
@@ -142,7 +148,7 @@ def _data(rows: Sequence[list[Any]]) -> str:
 
 
 def turns_of(sample: dict[str, Any]) -> list[list[str]]:
-    """Return [speaker, text] of each turn after the prompt. Empty for samples without turns, such as single replies."""
+    """Return [speaker, text] of each turn after the prompt; an empty list for a single reply, which has no turns."""
     turns = [[turn["by"], turn["text"]] for turn in sample.get("turns") or []]
     return turns[1:] if turns and turns[0][0] != "policy" else turns
 

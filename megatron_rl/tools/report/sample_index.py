@@ -39,13 +39,13 @@ class SampleIndex:
         self._begins, self._sizes, self._numbers = array("q"), array("q"), array("q")
         """For each row: its offset and length in bytes, and its number among the samples of its split and step."""
         self.blocks: dict[Key, list[range]] = {}
-        """Rows of each split and step. There are several blocks only if a step was logged again."""
+        """{split and step: blocks of its rows}. There are several blocks only if a step was logged again."""
         self._replaced: set[int] = set()
         self.damaged: set[int] = set()
-        """Offsets of lines that are no valid rows, as far as they have been parsed."""
+        """Offsets of those lines that were parsed and found to be no valid rows."""
         self._key: Key | None = None
         self._earlier: dict[int, int] = {}
-        """Rows of the newest block's split and step that were logged before, by number."""
+        """{number of a sample: place of its row}, for earlier rows of the newest block's split and step."""
 
     def update(self) -> None:
         """Add the rows that were written since the last call. A file that was replaced or cut is read anew."""
@@ -96,7 +96,10 @@ class SampleIndex:
         return len(self._begins) - len(self._replaced)
 
     def places(self, keys: Iterable[Key] | None = None) -> list[int]:
-        """Return the rows of these splits and steps, by default of all: by split, step and place in the file."""
+        """Return the places (indices) of the rows that have these splits and steps, by default of all rows.
+
+        Without `keys`, the places are sorted by split and step, then by their order in the file.
+        """
         chosen = sorted(self.blocks) if keys is None else keys
         return [it for key in chosen for block in self.blocks[key] for it in block if it not in self._replaced]
 
@@ -105,7 +108,7 @@ class SampleIndex:
         return self._sizes[place]
 
     def rows(self, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Parse rows. Damaged ones are left out."""
+        """Parse the rows at these places. Damaged rows are left out."""
         return [row for _, row in self.rows_by_place(places)]
 
     def rows_by_place(self, places: Sequence[int]) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -117,7 +120,10 @@ class SampleIndex:
                 yield place, EMPTY | row
 
     def search(self, words: Sequence[str], places: Sequence[int], *, most: int) -> list[dict[str, Any]]:
-        """Return the first rows among `places` of which a text has all words, at most `most`. Case does not matter."""
+        """Return the first `most` rows among `places` that contain all words, in upper or lower case.
+
+        Each word may be in any of the row's texts (see `has_words`).
+        """
         words = [word.lower() for word in words]
         # A line is parsed only if it may have the words: ASCII words are in it as they are, but for JSON's escapes.
         sure = [json.dumps(word)[1:-1].encode() for word in words if word.isascii()]

@@ -37,7 +37,7 @@ SCORES = {
     "reward": "reward",
     "loss": f"loss{LOWER_IS_BETTER}",
 }
-"""Metric -> display name. An evaluation's score is the first of these metrics that it logs."""
+"""{metric: display name}. An evaluation's score is the first of these metrics that the evaluation logs."""
 UNMEASURED = "outside the phases"
 
 
@@ -67,7 +67,7 @@ def tenth_of(run: RunRecord, aim: Aim) -> int:
 
 
 def change_of(run: RunRecord, aim: Aim) -> str | None:
-    """Return the metric's means over the first and last tenth of steps, as text. None if no step has the metric."""
+    """Return the metric's means over the first and over the last tenth of steps, as text; None if no step has it."""
     values = [value for value in column(run.steps, aim.metric) if value is not None]
     if not values:
         return None

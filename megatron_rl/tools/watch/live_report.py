@@ -19,7 +19,8 @@ from megatron_rl.tools.report.report_samples import LETTERS, as_columns, choose_
 from megatron_rl.tools.report.sample_index import SampleIndex
 
 MOST_FOUND = 2000
-"""Maximum number of found samples that are sorted by reward or length. If there are more, the newest are taken."""
+"""Maximum number of found samples that are sorted by reward or length. If more are found, only the newest are
+sorted."""
 MOST_SENT = 100
 REST = 4
 """A page that took t seconds to render is kept for at least REST * t seconds, to leave the processor free."""

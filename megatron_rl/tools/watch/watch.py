@@ -30,11 +30,11 @@ LOOPBACK = "127.0.0.1"
 SILENT_S = 15.0
 """A rollout process that has not written its status for this long counts as crashed or hung."""
 POINTS = 400
-"""Maximum points of a chart. A longer run keeps every 2nd, 4th, 8th... step."""
+"""Maximum number of points of a chart. If a run has more steps, every 2nd, 4th or 8th is shown, and so on."""
 SHOWN, LETTERS = 12, 400
 STATUS_BYTES = 1 << 22
 TAIL_BYTES = 1 << 18
-"""Bytes read from the end of each dead_letters*.jsonl, which may be large: it contains tracebacks."""
+"""Number of bytes read from the end of each dead_letters*.jsonl. The file may be large, because it has tracebacks."""
 CURVES = {"reward": "reward/mean", "staleness": "rollout/staleness", "tokens_per_s": "rollout/tokens_per_s"}
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
@@ -133,7 +133,7 @@ class Watch:
         return curves | {name: [self._lines.steps[step][name] for step in steps] for name in CURVES}
 
     def _lost(self) -> list[dict[str, str]]:
-        """Return time and error of the prompts that were given up most recently, without tracebacks."""
+        """Return the time and the error, without traceback, of each prompt among those given up most recently."""
         found = []
         for path in self.folder.glob("dead_letters*.jsonl"):
             rows = []
@@ -175,7 +175,7 @@ def is_counts(found: Any) -> bool:
 
 
 def is_list_of(found: Any, kinds: dict[str, Any]) -> bool:
-    """Return True for a list of objects that have all keys of `kinds`, with values of these types."""
+    """Return True for a list of objects that have all keys of `kinds`. kinds: {key: type of its value}."""
     objects = found if isinstance(found, list) else [None]
     return all(isinstance(it, dict) and all(isinstance(it.get(k), kinds[k]) for k in kinds) for it in objects)
 
