@@ -254,7 +254,10 @@ class WeightReceiver(Protocol):
 
     @property
     def server_ranks(self) -> dict[str, int]:
-        """Number of ranks that each server adds to a weight-update group, in the group's order after rank 0."""
+        """{server's URL: number of its ranks in a weight-update group}.
+
+        The group's ranks after rank 0 belong to the servers in the order of this dict.
+        """
 
     def trainer_address(self) -> str:
         """Return the trainer's address as the servers reach it."""

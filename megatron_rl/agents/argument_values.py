@@ -35,10 +35,11 @@ cycles."""
 
 
 def argument_value(text: str, name: str, parameters: Any) -> Any:
-    """Return the first value that an argument's text may stand for and that the argument's schema accepts.
+    """Convert an argument's text to a value that the argument's schema accepts.
 
-    If the schema accepts strings, this is the text itself, except that `null` is None if the schema accepts null. The
-    text is also returned if the schema accepts none of the values. name: the argument's name.
+    The text `null` becomes None if the schema accepts null. Otherwise the text itself is returned, unless the schema
+    excludes this string but accepts another of the text's `readings`; then the first accepted reading is returned.
+    name: the argument's name.
     parameters: schema of all parameters of the tool.
     """
     schemas = Schemas(parameters)

@@ -45,8 +45,8 @@ def plan_owners(
 ) -> Tensor:
     """Assign each trajectory to a replica: `[B]` int64.
 
-    The costs of two replicas differ by at most the cost of one unit, both within an update and over all updates. All
-    tensors are `[B]`.
+    A unit is a set of trajectories computed together (`packing.Unit`). The costs of two replicas differ by at most the
+    cost of one unit, both within an update and over all updates. All tensors are `[B]`.
     begin: the result of `packing.beginnings`, if families are computed together.
     pair: pair numbers. The two replies of a pair go to the same replica.
     """

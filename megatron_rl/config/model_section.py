@@ -41,7 +41,7 @@ PIPELINE_CUTS = (
     "account_for_loss_in_pipeline_split",
     "pipeline_model_parallel_layout",
 )
-"""Fields of `megatron:` that give pipeline stages different numbers of layers, in every model with stages."""
+"""Fields of `megatron:` that give pipeline stages different numbers of layers. Models with one stage ignore them."""
 
 
 @dataclass(kw_only=True)

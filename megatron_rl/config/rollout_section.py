@@ -47,10 +47,10 @@ class GenerationConfig(Section, name="generation"):
     """Exclude tokens that are less likely than this fraction of the most likely token's probability. RL requires top_k
     or `supports` = computed in addition."""
     supports: str = one_of("reported", "computed", default="reported")
-    """Source of the tokens that top_k, top_p and min_p left to sample from. reported: servers report them, which needs
-    top_k. computed: the trainer applies these options to its own logits, in an additional forward pass per step. This
-    needs a synchronous run, but neither top_k nor particular servers, and works behind a router. A sampled token that
-    the trainer would have excluded is kept (`mismatch/outside_support`)."""
+    """How the trainer learns which tokens top_k, top_p and min_p did not exclude. reported: servers report them, which
+    needs top_k. computed: the trainer applies these options to its own logits, in an additional forward pass per step.
+    This needs a synchronous run, but neither top_k nor particular servers, and works behind a router. A sampled token
+    that the trainer would have excluded is kept (`mismatch/outside_support`)."""
     repetition_penalty: float = within("(0, 2]", default=1.0, hint="1.0 changes nothing")
     """Divide the logits of tokens that the reply already has by this number, or multiply them if they are negative.
     The prompt's tokens do not count, as with SGLang. Each token of a batch then takes 24 x top_k bytes more, or 8 x
@@ -81,7 +81,7 @@ class GenerationConfig(Section, name="generation"):
 
     @property
     def support_size(self) -> int:
-        """Maximum number of tokens that a token is sampled from, if servers report them; else 0."""
+        """Maximum number of tokens of a support, if servers report supports; else 0."""
         # Twice top_k, because some samplers keep all tokens that are as likely as the last one.
         return 2 * self.top_k if self.supports == "reported" and 1 < self.top_k <= MOST_REPORTED else 0
 

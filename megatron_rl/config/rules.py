@@ -118,7 +118,10 @@ def refuse(key: str, value: object, rule: str) -> NoReturn:
 
 @contextmanager
 def as_part_of(name: str) -> Iterator[None]:
-    """Replace a section's short name, such as `parallel`, by its full name `name` in error messages of the block."""
+    """In messages of ValueErrors that the `with` block raises, replace a section's short name by its full name.
+
+    name: the full name, such as `critic.parallel`, whose short name is `parallel`.
+    """
     short = name.rpartition(".")[2]
     try:
         yield

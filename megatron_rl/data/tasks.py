@@ -1,6 +1,7 @@
 """Built-in tasks that need no download. Each function returns a list of prompts with an `answer`.
 
-`split` is `train` or `held_out`. The held-out problems are the same for every seed, so no training run has seen them.
+`split` is `train` or `held_out`. Which problems are held out does not depend on the seed. So the `train` split contains
+none of them, whatever its seed.
 """
 
 from __future__ import annotations

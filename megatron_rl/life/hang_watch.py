@@ -143,7 +143,8 @@ class HangWatch:
     def silent(self) -> Silence:
         """Return for how long other ranks have been silent. Rank 0 knows this of all ranks, the others of rank 0 only.
 
-        While this rank's main thread is between two phases, the result includes it. May be called from any thread.
+        While this rank's main thread is between two phases, the result has an entry for this rank too, with the seconds
+        since the last phase. May be called from any thread.
         """
         now, found = time.monotonic(), {}
         for rank, (beat, heard_at) in list(self._beats.items()):

@@ -52,8 +52,8 @@ class SupportColumns:
     """The columns of the supports of some rows, with adjusted logits.
 
     logits: `[c, W]`, -inf for padding and for tokens of other ranks' columns.
-    labels: `[c]` int64, each row's label among the W places. It is 0, the place of the sampled token; W if another rank
-      has that token; -100 for rows over the whole vocabulary.
+    labels: `[c]` int64, the place of each row's sampled token in its support: 0 if this rank has the token's column, W
+      (no place) if another rank has it. -100 for rows whose support is the whole vocabulary.
     """
 
     def __init__(self, logits: Tensor, support: Supports, shard: VocabShard, columns: int) -> None:
@@ -131,5 +131,5 @@ def changed_columns(
 
 
 def labels_outside(labels: Tensor, support: Supports | None) -> Tensor:
-    """Return the labels, with -100 in place of those whose row has a support, which is not the whole vocabulary."""
+    """Return the labels, with -100 for each row whose support is not the whole vocabulary."""
     return labels if support is None else labels.masked_fill(~support.is_whole, -100)

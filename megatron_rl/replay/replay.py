@@ -252,8 +252,8 @@ class ReplayedRun(RLRun):
     def compare_groups(self, groups: list[int]) -> Compared | None:
         """Compute the log-probs of some groups in the step's first update, and compare them with the recorded ones.
 
-        groups: the groups' numbers in the step. Return how the log-probs differ, on all ranks; None if they do not.
-        Only these groups' trajectories need memory.
+        groups: the groups' numbers in the step. Every rank returns the comparison if a log-prob differs by more than
+        the tolerance, and None if none does. Only these groups' trajectories need memory.
         """
         record = self.record = read_record(self.recorded_run / RECORDS / f"step-{self.last}")
         trained, update = record.trained_batch(), record.update

@@ -316,7 +316,7 @@ TAKEN_BACK = re.compile(
     r"than|about|approximately|around|minus)|[0-9]\s*[,;|]|(?<![-+*/^0-9.\s])\s*[0-9.]+\s*=)"
     r"\s*(?:equal(?:s|\sto)?|is|be)?[\s$*({{\\]*$"
 )
-"""Matches text directly before a plain-text answer that changes its meaning, such as "not" or "about"."""
+"""Matches words and signs, such as "not", "<" and "about", that change the meaning of an answer right after them."""
 
 
 def is_taken_back(reply: str, found: str) -> bool:

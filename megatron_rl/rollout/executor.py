@@ -617,10 +617,10 @@ class EpisodeEngine(Sampler):
         return self._attempt.is_lost
 
     def note(self, error: BaseException | None, *, of_sample: bool = False) -> None:
-        """Count how a try of a sample (if `of_sample`) or a whole attempt ended.
+        """Count the end of a try: of a sample if `of_sample`, otherwise of the whole attempt. error: None for success.
 
-        The end of an attempt is not counted if a try of a sample was, and the attempt then succeeded or raised that
-        try's error.
+        If tries of samples were counted in the attempt, the end of the attempt itself is counted only if it raised an
+        error other than that of the last counted try.
         """
         attempt = self._attempt
         is_known = attempt.has_noted and (error is None or error is attempt.noted)

@@ -287,7 +287,7 @@ def is_numbered(data: dict[str, Any]) -> bool:
 
 
 def _blob(columns: dict[str, Tensor], about: dict[str, Any]) -> list[bytes | memoryview]:
-    """Return a safetensors blob of the columns, as pieces that share their memory."""
+    """Return the pieces of a safetensors blob of the columns. Data of contiguous columns is not copied."""
     header: dict[str, Any] = {"__metadata__": {"record": json.dumps(about)}}
     pieces: list[bytes | memoryview] = []
     end = 0
@@ -347,7 +347,10 @@ def next_run_attempt(folder: str | Path) -> int:
 
 
 def drop_files_before(folder: str | Path, step: int) -> None:
-    """Delete the files of all ranks and attempts that end before `step`, except each rank's newest one."""
+    """Delete each journal file if the next file of the same rank begins at `step` or an earlier step.
+
+    The files of all ranks and run attempts are checked. Each rank's newest file has no next one, so it is kept.
+    """
     of_rank: dict[int, list[Path]] = {}
     for path in sorted(Path(folder).glob(f"*{SUFFIX}")):
         of_rank.setdefault(_name_parts(path)[3], []).append(path)

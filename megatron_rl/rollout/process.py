@@ -36,7 +36,8 @@ PULSE_S = 2.0
 ANSWER_S = 4.0
 """Timeout for the hang report of a process that may itself hang."""
 HELD_BACK = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
-"""Signals that only the trainer handles. The rollout process blocks them until it has installed its own handlers."""
+"""Signals that ask a run to stop. The rollout process leaves them to the trainer: it starts with these signals blocked,
+and unblocks them when it has installed handlers that do nothing."""
 
 
 class RolloutDied(RuntimeError):

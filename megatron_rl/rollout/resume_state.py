@@ -18,7 +18,7 @@ from megatron_rl.rollout.reuse_buffer import ReuseBuffer
 
 @dataclass(frozen=True, kw_only=True)
 class ResumePoint:
-    """What a rollout process must know to resume: its rank, the number of this start of the run, and saved state."""
+    """What a rollout process must know to resume: its rank, how many times the run was started, and saved state."""
 
     rank: int
     ranks: int

@@ -400,7 +400,7 @@ class Fleet:
         return list(failures)
 
     def check_publishable(self) -> None:
-        """Raise RequestRefused if a participating server cannot receive weights by rollout.publication."""
+        """Raise RequestRefused if a participating server cannot receive weights as rollout.publication says."""
         for server in self.members.publishing:
             if server.info is not None and (why := server.info.refusal(self.config.publication)):
                 raise RequestRefused(f"{server.url}: {why}")

@@ -73,7 +73,7 @@ class Asked:
     gives_spans: bool = True
     gives_text: bool = True
     late: int = 0
-    """Number of tokens at the start of each later span that the weights of the span before have sampled.
+    """Number of tokens at the start of each span but the first that were sampled by the weights of the previous span.
 
     They were sampled before the server changed the name of its weights, but were recorded afterwards.
     """
@@ -428,7 +428,10 @@ def spans_of(meta: dict[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def versions_of_names(names: list[str], asked: Asked) -> list[int]:
-    """Return the policy version of each weight name. Raises ValueError if they are in no order of publications."""
+    """Return the policy version of each weight name of a reply's spans.
+
+    Raises ValueError if a version is lower than the one before, if adjacent names are equal, or from `version_of`.
+    """
     versions = [version_of(name, asked) for name in names]
     if versions != sorted(versions) or any(a == b for a, b in itertools.pairwise(names)):
         refuse("weight_versions", names, "must not go back, and differ")

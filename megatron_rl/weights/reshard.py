@@ -31,7 +31,7 @@ Entry = tuple[Tensor, Rule]
 
 
 def rules_of(model: nn.Module, arch: Architecture) -> Iterator[Entry]:
-    """Yield (tensor, rule) for each parameter of a model chunk that is no adapter's, and for each router's bias."""
+    """Yield (tensor, rule) for each parameter and each router's bias of a model chunk, without adapters' parameters."""
     # A router's bias is updated from token counts, not gradients, so it is a buffer in Megatron. HF files contain it.
     biases = ((name, buffer) for name, buffer in model.named_buffers() if name.endswith("router.expert_bias"))
     own = ((name, parameter) for name, parameter in model.named_parameters() if not is_adapter(name))
@@ -196,9 +196,9 @@ class HFExport:
                 yield spec.name, tensor
 
     def _joined(self) -> Iterator[Tensor | None]:
-        """Yield this stage's whole HF tensors on its head. All other ranks of the stage yield None for each tensor.
+        """Yield each HF tensor of this pipeline stage: the whole tensor on the stage's head, None on its other ranks.
 
-        The other ranks of the first replica contribute their shards. Ranks of further replicas only yield.
+        Ranks of the first replica contribute their shards of a tensor. Ranks of further replicas contribute nothing.
         """
         groups = self.groups
         for batch in self._plan:

@@ -32,9 +32,9 @@ MOST_CONNECTIONS = 16_384
 MOST_STRANGERS = 512
 HEADERS_S = 10.0
 PROMPT_S = 1.0
-"""Grace period of a new stranger, because the server may not have read its request yet.
+"""Seconds after connecting during which a stranger is closed only if there are too many strangers.
 
-During this time the stranger is closed only if there are too many strangers.
+A stranger's first request may have arrived, but not been read yet.
 """
 LOOK_EVERY_S = 1.0
 FIRST_RESPONSE_S = 30.0

@@ -250,9 +250,10 @@ class Decoder:
         return own
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Copy a tensor into its weight, unless it is the weight itself, and compute the weight's checksum.
+        """Copy a tensor into the weight of this name, and compute the weight's checksum.
 
-        The checksum is cheapest now, while the data is in the CPU cache. A tied head is ignored.
+        A tensor that is the weight itself (see `memory_of`) is not copied. The checksum is cheapest now, while the data
+        is in the CPU cache. A tied head is ignored.
         """
         own = self.parameters.get(name)
         if own is not None:

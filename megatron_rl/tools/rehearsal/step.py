@@ -279,7 +279,7 @@ class BucketsAlone(WeightPublisher):
 def made_batch(
     config: TrainConfig, replicas: int, vocab: int, lengths: Sequence[tuple[int, int]] = ()
 ) -> TrajectoryBatch:
-    """Draw a step's trajectories: enough to fill two microbatches per replica, or one per pipeline stage if more.
+    """Draw a step's trajectories: about one microbatch per replica and pipeline stage, but at least two per replica.
 
     lengths: as returned by read_lengths. If given, each group's prompt and reply lengths are drawn from them. Otherwise
     prompts have data.max_prompt_tokens tokens (512 if the option is 0), and replies have a random length between a
