@@ -54,6 +54,8 @@ MOST_LIVES = 8
 """Lives of a run that are disturbed; from the next one on all is calm."""
 CLOSE = 1e-3
 """Between a server's log-prob and that of the same weights by transformers, nats."""
+LAST_VERSION = torch.iinfo(torch.int32).max
+"""Versions of tokens are int32: compared with a larger number, none of them would be smaller."""
 MODES = {"synchronous": (), "asynchronous": ASYNCHRONOUS}
 
 
@@ -219,7 +221,7 @@ def tokens_of_wrong_versions(folder: Path) -> tuple[int, int]:
     sampled_by: dict[tuple[str, bytes], torch.Tensor] = {}
     checked = wrong = 0
     for attempt, records in files:
-        repeated_from = min((version for other, version in first.items() if other > attempt), default=sys.maxsize)
+        repeated_from = min((version for other, version in first.items() if other > attempt), default=LAST_VERSION)
         for record in records:
             if record.event["event"] != "accepted":
                 continue
