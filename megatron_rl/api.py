@@ -209,7 +209,7 @@ class HeldWeights:
 
 @dataclass(frozen=True)
 class ChecksumForm:
-    """How a server computes checksums. The trainer computes the same ones of what it sends."""
+    """How a server computes checksums. The trainer computes the checksums of the tensors it sends in the same way."""
 
     kind: str
     """`embedded`: update_group.checksum of each HF tensor. `sglang_cpu`, `sglang_gpu`: checksums of the tensors that

@@ -93,7 +93,7 @@ class TorchLoss:
 
     function: Callable[..., Tensor]
     by_sequence: bool = False
-    """Whether a row's loss depends on other rows of its sequence. It then gets whole sequences and their bounds."""
+    """True if a row's loss depends on other rows of its sequence. It is then given whole sequences and their bounds."""
     select: Callable[..., Tensor] | None = None
     """select(batch, **algo.loss_args) returns `[N]` bool: the tokens that keep their advantage. The batch has the same
     columns as in `FusedLoss.select`."""

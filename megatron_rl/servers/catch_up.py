@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,8 @@ from megatron_rl.config import RolloutConfig
 from megatron_rl.servers.client import ServerClient
 from megatron_rl.servers.server_http import CommandRefused, ServerError
 from megatron_rl.servers.sglang_draft import load_folder_into
+
+logger = logging.getLogger(__name__)
 
 UNCONFIRMED = "unconfirmed"
 """Name of a server's weights until they are verified. It is not a valid policy version."""
@@ -101,6 +104,8 @@ async def _to_the_end(work: Coroutine[Any, Any, None]) -> None:
     try:
         await asyncio.shield(task)
     except asyncio.CancelledError:  # the cancelling publication waits for the end of `work`, too
-        with contextlib.suppress(Exception):  # its failure must not take the place of the cancellation
+        try:
             await task
+        except Exception as error:  # whatever it is, it must not take the place of the cancellation
+            logger.info("a catch-up that was cancelled has failed", exc_info=error)
         raise
